@@ -1,0 +1,1 @@
+"""Decisions, pure: events in, commands out."""

@@ -1,0 +1,1 @@
+"""Rollout: prompts to trajectories by continuous batching on slots and pages."""

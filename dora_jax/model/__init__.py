@@ -1,0 +1,1 @@
+"""One decoder-only transformer for trainer and generators."""

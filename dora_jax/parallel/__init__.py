@@ -1,0 +1,1 @@
+"""Device meshes and the tables of logical axes."""

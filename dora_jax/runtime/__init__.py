@@ -1,0 +1,1 @@
+"""The threads that carry out the coordinator's commands."""

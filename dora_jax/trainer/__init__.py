@@ -1,0 +1,1 @@
+"""Training: groups to the next version."""

@@ -1,0 +1,129 @@
+"""The nouns that flow between the stages. Read this first.
+
+A Prompt becomes a group of M Requests; each Request becomes one Trajectory,
+sampled from first to last token by one policy version; M scored Trajectories
+make a Group; Groups are packed into a PackedBatch, which the trainer turns into
+the next version.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """One problem: its tokens and what its answer is judged by.
+
+  Attributes:
+    prompt_id: position of the problem in its source; the same in every epoch.
+    tokens: token ids that the policy continues, template included.
+    text: the same, as text, for logs and rewards.
+    answer: the reference answer, as the source gives it.
+    metadata: what else the source says of the problem; picklable.
+  """
+
+  prompt_id: int
+  tokens: Int[np.ndarray, "T"]
+  text: str
+  answer: str
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """One trajectory still to be generated.
+
+  Attributes:
+    group_id: the group that it belongs to.
+    member: its index in the group, from 0.
+    version: the policy version that must sample every token of it.
+    prompt: token ids to continue.
+    max_new_tokens: most tokens to sample, the stop token included.
+    temperature: of the sampling distribution; 0 takes the likeliest token.
+    stream: which family of random draws; training is 0, evaluation 1. What is
+      drawn depends on (run seed, stream, group_id, member, position) alone.
+  """
+
+  group_id: int
+  member: int
+  version: int
+  prompt: Int[np.ndarray, "T"]
+  max_new_tokens: int
+  temperature: float = 1.0
+  stream: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+  """One finished completion, every token of it sampled by one policy version.
+
+  Attributes:
+    group_id: the group, hence the prompt, that it belongs to.
+    member: its index in the group, from 0.
+    version: the policy version that sampled it; 0 is the initial policy.
+    token_versions: the version whose params sampled each token, as the engine
+      stamped it at sampling time; all equal `version`, which C1 asserts.
+    prompt: token ids that were continued.
+    completion: sampled token ids, the stop token included.
+    behavior_logprobs: log-probability in nats of each sampled token, under the
+      distribution it was drawn from (after temperature).
+    finish_reason: "stop" where a stop token ended it, "length" where the limit did.
+  """
+
+  group_id: int
+  member: int
+  version: int
+  token_versions: Int[np.ndarray, "T"]
+  prompt: Int[np.ndarray, "S"]
+  completion: Int[np.ndarray, "T"]
+  behavior_logprobs: Float[np.ndarray, "T"]
+  finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """The M scored trajectories of one prompt, in order of their member index.
+
+  Attributes:
+    group_id: position of the group in the order of dispatch.
+    prompt: the problem.
+    trajectories: one for each member.
+    rewards: one scalar for each member, in the task's own units.
+  """
+
+  group_id: int
+  prompt: Prompt
+  trajectories: tuple[Trajectory, ...]
+  rewards: Float[np.ndarray, "M"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+  """Rows that each hold several sequences, told apart by segment id.
+
+  Index t of every array speaks of the token at t: its log-probability is that
+  of drawing it after the tokens before it in its segment.
+
+  Attributes:
+    tokens: token ids; 0 in the padding.
+    positions: position of the token in its own sequence, from 0.
+    segment_ids: 1, 2, … for the sequences of a row; 0 is padding.
+    loss_mask: 1.0 where the policy sampled the token, else 0.0.
+    advantages: advantage of the token's trajectory; 0.0 where not sampled.
+    behavior_logprobs: in nats; 0.0 where not sampled.
+    lags: version being trained minus the trajectory's version; 0 where not sampled.
+  """
+
+  tokens: Int[np.ndarray, "B T"]
+  positions: Int[np.ndarray, "B T"]
+  segment_ids: Int[np.ndarray, "B T"]
+  loss_mask: Float[np.ndarray, "B T"]
+  advantages: Float[np.ndarray, "B T"]
+  behavior_logprobs: Float[np.ndarray, "B T"]
+  lags: Int[np.ndarray, "B T"]

@@ -1,0 +1,1 @@
+"""Versions of the params: who holds them, and how they move."""
