@@ -1,7 +1,7 @@
 """Small protocols through which the runtime sees the stages."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dora_jax import types
 
@@ -9,6 +9,7 @@ from dora_jax import types
 Params = Any
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
   """Text to token ids and back."""
 
@@ -24,6 +25,7 @@ class Tokenizer(Protocol):
     ...
 
 
+@runtime_checkable
 class Task(Protocol):
   """Where prompts come from. What a completion earns is tasks/reward_pool's."""
 
@@ -38,6 +40,7 @@ class Task(Protocol):
     ...
 
 
+@runtime_checkable
 class Generator(Protocol):
   """One inference replica (a lane): one slot batch, one version at a time."""
 
@@ -61,6 +64,7 @@ class Generator(Protocol):
     ...
 
 
+@runtime_checkable
 class Trainer(Protocol):
   """Turns groups into the next version's params."""
 
@@ -75,6 +79,7 @@ class Trainer(Protocol):
     ...
 
 
+@runtime_checkable
 class Clock(Protocol):
   """Seconds since some fixed moment; a simulator's clock is virtual."""
 

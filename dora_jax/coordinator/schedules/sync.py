@@ -1,0 +1,27 @@
+"""Synchronous: a batch starts together, ends together, and is trained alone."""
+
+from dora_jax.coordinator.schedules import base
+
+
+class Sync:
+  """Rollout and training take turns; every trajectory is on-policy."""
+
+  max_staleness = 0
+
+  def room(self, view: base.View, version: int) -> int:
+    """What the batch of this version still lacks, while the trainer rests."""
+    if view.is_training or version != view.newest_version:
+      return 0
+    started = len(view.ledger.open) + len(view.ledger.ready)
+    return view.prompts_per_batch - started
+
+  def batch(self, view: base.View) -> list[int]:
+    """The whole batch, once its last member is scored."""
+    if view.ledger.open or len(view.ledger.ready) < view.batch_size:
+      return []
+    return [group_id for _, group_id in view.ledger.ready]
+
+  def step_started(
+    self, view: base.View, *, waited_s: float, step_s: float
+  ) -> None:
+    """Has nothing to adapt."""
