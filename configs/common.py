@@ -1,0 +1,183 @@
+"""Every field of a run's config with its one default.
+
+A named config starts from these and changes what its experiment is about:
+
+  from configs import common
+
+  def get_config():
+    config = common.get_config()
+    config.trainer.lr = 3e-4
+    return config
+
+The config is locked: a misspelt field fails, with the nearest name. Only
+`task.params` is open, for it holds whatever the task's source takes.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the defaults: a tiny random model that learns sums with dora."""
+  config = config_dict.ConfigDict()
+  config.seed = 0  # of params, prompts' order and every draw
+  config.model = _model()
+  config.tokenizer = _tokenizer()
+  config.task = _task()
+  config.cold_start = _cold_start()
+  config.mesh = _mesh()
+  config.generator = _generator()
+  config.coordinator = _coordinator()
+  config.trainer = _trainer()
+  config.evaluation = _evaluation()
+  config.checkpoint = _checkpoint()
+  config.runtime = _runtime()
+  config.lock()
+  config.task.params.unlock()
+  return config
+
+
+def _model() -> config_dict.ConfigDict:
+  model = config_dict.ConfigDict()
+  model.source = "random"  # "random" | "huggingface"
+  model.folder = (
+    ""  # huggingface: config.json and *.safetensors; sets the shape
+  )
+  # The shape, used where the source is "random".
+  model.width = 128
+  model.mlp_width = 384
+  model.num_layers = 4
+  model.num_heads = 4  # query heads
+  model.num_kv_heads = 2
+  model.head_width = 32
+  model.rope_theta = 10_000.0  # base of the rotary frequencies
+  model.norm_eps = 1e-6  # inside the RMS norms
+  model.qk_norm = False  # RMS norm of queries and keys, as in Qwen3
+  model.qkv_bias = False  # as in Qwen2
+  model.tied_head = True  # the embedding is the output head too
+  model.compute_dtype = "float32"  # of the training forward; or "bfloat16"
+  return model
+
+
+def _tokenizer() -> config_dict.ConfigDict:
+  tokenizer = config_dict.ConfigDict()
+  tokenizer.kind = "char"  # "char" | "huggingface"
+  tokenizer.alphabet = "0123456789+= "  # char: each character is a token
+  tokenizer.folder = ""  # huggingface: holds tokenizer.json
+  tokenizer.stop_ids = ()  # token ids; () takes the tokenizer's own
+  return tokenizer
+
+
+def _task() -> config_dict.ConfigDict:
+  task = config_dict.ConfigDict()
+  task.source = "sums"  # "reasoning_gym" | "jsonl" | "parquet" | "sums"
+  task.name = ""  # reasoning_gym: the generator's name
+  task.params = config_dict.ConfigDict()  # of the source; open to new fields
+  task.path = ""  # jsonl, parquet: the file
+  task.columns = config_dict.ConfigDict(
+    {"question": "question", "answer": "answer"}
+  )  # jsonl, parquet: our name -> the file's
+  task.extract = (
+    ""  # named function that cuts the answer out; "" takes it whole
+  )
+  task.size = 0  # reasoning_gym: problems to generate; files: at most, 0 = all
+  task.seed = 0  # of generated problems and of the order of prompts
+  task.template = "{question}"  # text that the policy continues
+  task.few_shot = ""  # text before every question
+  task.chat = False  # render by the tokenizer's chat template
+  task.num_heldout = 0  # problems set aside for evaluation, never trained on
+  task.num_epochs = 0  # passes over the problems; 0 = endless
+  task.max_prompt_tokens = 32
+  task.on_long_prompt = "error"  # "skip" | "error"
+  task.shuffle = True  # anew in each epoch
+  task.reward = "exact_match"  # registered name, or "package.module:function"
+  task.reward_workers = 1  # processes
+  task.reward_timeout_s = 10.0  # of one score, from when a worker begins it
+  return task
+
+
+def _cold_start() -> config_dict.ConfigDict:
+  cold_start = config_dict.ConfigDict()
+  cold_start.steps = 0  # supervised updates before version 0; 0 = none
+  cold_start.batch_size = 64  # (prompt, completion) pairs an update
+  cold_start.lr = 1e-3
+  cold_start.target_accuracy = 1.0  # held-out share at which it ends early
+  return cold_start
+
+
+def _mesh() -> config_dict.ConfigDict:
+  mesh = config_dict.ConfigDict()
+  mesh.host_devices = 0  # CPU devices to make, on CPU only; 0 = leave
+  mesh.trainer_fsdp = 1  # devices that share weights and rows
+  mesh.trainer_tensor = 1  # devices that share heads and MLP
+  mesh.num_generators = 1  # generator meshes
+  mesh.generator_tensor = 1  # devices of each
+  mesh.lanes = 1  # of each generator mesh; each serves one version at a time
+  mesh.colocated = False  # generators take turns on the trainer's devices
+  return mesh
+
+
+def _generator() -> config_dict.ConfigDict:
+  generator = config_dict.ConfigDict()
+  generator.slots = 16  # requests decoded at once, a lane
+  generator.page_size = 16  # tokens
+  generator.num_pages = 0  # of each mesh; 0 = enough for all of its slots
+  generator.max_length = 64  # tokens of prompt and completion
+  generator.max_new_tokens = 32  # stop token included
+  generator.chunk_steps = 8  # decode steps between two looks by the host
+  generator.temperature = 1.0  # in training
+  generator.dtype = "float32"  # of weights and KV pages; or "bfloat16"
+  return generator
+
+
+def _coordinator() -> config_dict.ConfigDict:
+  coordinator = config_dict.ConfigDict()
+  coordinator.schedule = "dora"  # "sync" | "dora"
+  coordinator.max_staleness = 1  # K, in versions; K + 1 may live
+  coordinator.prompts_per_batch = 8  # groups in a training step
+  coordinator.group_size = 8  # trajectories of one prompt
+  coordinator.rollout_groups = "auto"  # groups in flight; or a number
+  coordinator.num_steps = 100  # training steps, hence versions
+  return coordinator
+
+
+def _trainer() -> config_dict.ConfigDict:
+  trainer = config_dict.ConfigDict()
+  trainer.lr = 1e-4  # at its highest
+  trainer.warmup_steps = 0  # updates from lr 0 to lr
+  trainer.schedule = "constant"  # of lr after warm-up; or "cosine", to 0
+  trainer.b1 = 0.9  # AdamW
+  trainer.b2 = 0.999
+  trainer.eps = 1e-8
+  trainer.weight_decay = 0.0
+  trainer.clip_norm = 1.0  # of the whole gradient
+  trainer.clip_low = 0.2  # the ratio is clipped to [1 - low, 1 + high]
+  trainer.clip_high = 0.2
+  trainer.advantage = "grpo"
+  trainer.row_length = 64  # tokens of a packed row
+  trainer.rows_per_batch = 8  # rows of a micro-batch, over all devices
+  trainer.remat = False  # recompute layers in the backward pass
+  trainer.logprob_chunk = 1024  # tokens projected on the vocabulary at once
+  return trainer
+
+
+def _evaluation() -> config_dict.ConfigDict:
+  evaluation = config_dict.ConfigDict()
+  evaluation.every_steps = 0  # 0 = only before and after
+  evaluation.num_prompts = 0  # of the held-out ones; 0 = no evaluation
+  evaluation.temperature = 0.0  # 0 takes the likeliest token
+  evaluation.samples_per_prompt = 1
+  return evaluation
+
+
+def _checkpoint() -> config_dict.ConfigDict:
+  checkpoint = config_dict.ConfigDict()
+  checkpoint.every_steps = 0  # 0 = only at the end
+  checkpoint.max_to_keep = 2
+  return checkpoint
+
+
+def _runtime() -> config_dict.ConfigDict:
+  runtime = config_dict.ConfigDict()
+  runtime.stall_s = 60.0  # a wait beyond it is reported
+  runtime.canary_tolerance = 1e-2  # nats a token, trainer against generator
+  return runtime

@@ -1,0 +1,317 @@
+"""Checks a run's config before anything is allocated.
+
+The fields and their defaults are in configs/common.py. Whatever two fields must
+agree on is checked here, once; the stages may then rely on it.
+"""
+
+import difflib
+import importlib.util
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import config_dict
+
+# A ConfigDict; pyright cannot type its fields.
+Config = Any
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+  "model.source": ("random", "huggingface"),
+  "model.compute_dtype": ("float32", "bfloat16"),
+  "tokenizer.kind": ("char", "huggingface"),
+  "task.source": ("reasoning_gym", "jsonl", "parquet", "sums"),
+  "task.on_long_prompt": ("skip", "error"),
+  "generator.dtype": ("float32", "bfloat16"),
+  "coordinator.schedule": ("sync", "dora"),
+  "trainer.schedule": ("constant", "cosine"),
+  "trainer.advantage": ("grpo",),
+}
+# One name a line would take a page.
+# fmt: off
+# Counts, by the least value with which something could run.
+_FROM_ZERO = (
+  "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
+  "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
+  "coordinator.num_steps", "trainer.warmup_steps", "evaluation.every_steps",
+  "evaluation.num_prompts", "checkpoint.every_steps",
+)
+_FROM_ONE = (
+  "task.max_prompt_tokens", "task.reward_workers", "cold_start.batch_size",
+  "mesh.trainer_fsdp", "mesh.trainer_tensor", "mesh.num_generators",
+  "mesh.generator_tensor", "mesh.lanes", "generator.slots",
+  "generator.page_size", "generator.max_new_tokens", "generator.chunk_steps",
+  "coordinator.prompts_per_batch", "coordinator.group_size",
+  "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
+  "evaluation.samples_per_prompt", "checkpoint.max_to_keep",
+)
+# Used where the shape is not a checkpoint's.
+_SHAPE_FROM_ONE = (
+  "model.width", "model.mlp_width", "model.num_layers", "model.num_heads",
+  "model.num_kv_heads", "model.head_width",
+)
+_ABOVE_ZERO = (
+  "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
+  "trainer.lr", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
+  "trainer.clip_high", "runtime.stall_s", "runtime.canary_tolerance",
+)
+# fmt: on
+
+
+def load(path: str | pathlib.Path) -> Config:
+  """Returns what the file's `get_config()` returns.
+
+  The file imports `configs.common`: the repository's root is on the path.
+  """
+  spec = importlib.util.spec_from_file_location("config_file", path)
+  if spec is None or spec.loader is None:
+    raise ValueError(f"--config={path} is not a Python file: name a NAME.py.")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config()
+
+
+def validate(config: Config, *, num_devices: int) -> None:
+  """Raises ValueError for the first thing that could not run.
+
+  Args:
+    config: with every field of configs/common.py.
+    num_devices: that JAX has, those of mesh.host_devices included.
+  """
+  _check_values(config)
+  _check_sources(config)
+  _check_devices(config, num_devices=num_devices)
+  if config.model.source == "random":
+    _check_at_least(config, _SHAPE_FROM_ONE, 1)
+    check_heads(
+      config,
+      num_heads=config.model.num_heads,
+      num_kv_heads=config.model.num_kv_heads,
+    )
+  _check_schedule(config)
+  _check_lengths(config)
+  _check_evaluation(config)
+
+
+def rollout_groups(config: Config) -> int | None:
+  """Groups to keep in flight; None where the schedule finds it ("auto").
+
+  On the command line the number arrives as text.
+  """
+  value = config.coordinator.rollout_groups
+  if value == "auto":
+    return None
+  if not re.fullmatch(r"[1-9][0-9]*", str(value)):
+    raise ValueError(
+      f"config.coordinator.rollout_groups is {value!r} but must be "
+      '"auto" or a number of groups of at least 1.'
+    )
+  return int(value)
+
+
+def check_heads(config: Config, *, num_heads: int, num_kv_heads: int) -> None:
+  """Raises ValueError where heads cannot be shared out evenly.
+
+  Args:
+    config: for the meshes.
+    num_heads: query heads of the model, wherever its shape comes from.
+    num_kv_heads: key and value heads.
+  """
+  if num_heads % num_kv_heads:
+    raise ValueError(
+      f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
+      "make config.model.num_heads a multiple of config.model.num_kv_heads."
+    )
+  for field in ("mesh.trainer_tensor", "mesh.generator_tensor"):
+    size = _get(config, field)
+    if num_kv_heads % size:
+      raise ValueError(
+        f"{num_kv_heads} KV heads cannot be shared by {size} devices: make "
+        f"config.{field} divide config.model.num_kv_heads."
+      )
+
+
+def explain_unknown(argv: Sequence[str], config: Config) -> str | None:
+  """What is wrong with the first `--config.FIELD` that does not exist.
+
+  ml_collections refuses such a flag too, but as a traceback, and it looks for
+  the nearest name in the same section only.
+
+  Args:
+    argv: of the process; other arguments are passed over.
+    config: as its file gives it, before any flag.
+
+  Returns:
+    One sentence with the nearest name, or None where all fields exist.
+  """
+  fields = _field_names(config)
+  for argument in argv:
+    match = re.match(r"--?(?:no)?config\.([^=\[]+)", argument)
+    if match is None or match[1] in fields:
+      continue
+    nearest = _nearest(match[1], fields)
+    hint = f": did you mean config.{nearest}?" if nearest else "."
+    return (
+      f"config.{match[1]} does not exist{hint} "
+      "All fields are in configs/common.py."
+    )
+  return None
+
+
+def _check_values(config: Config) -> None:
+  for field, choices in _CHOICES.items():
+    if _get(config, field) not in choices:
+      raise _wrong(config, field, "one of " + ", ".join(map(repr, choices)))
+  _check_at_least(config, _FROM_ZERO, 0)
+  _check_at_least(config, _FROM_ONE, 1)
+  for field in _ABOVE_ZERO:
+    # Said so that NaN fails too.
+    if not _get(config, field) > 0:
+      raise _wrong(config, field, "above 0")
+  rollout_groups(config)
+
+
+def _check_at_least(config: Config, fields: Sequence[str], least: int) -> None:
+  for field in fields:
+    if _get(config, field) < least:
+      raise _wrong(config, field, f"at least {least}")
+
+
+def _check_sources(config: Config) -> None:
+  needed = {
+    "huggingface model": ("model.folder", config.model.source),
+    "huggingface tokenizer": ("tokenizer.folder", config.tokenizer.kind),
+    "char tokenizer": ("tokenizer.alphabet", config.tokenizer.kind),
+    "reasoning_gym task": ("task.name", config.task.source),
+    "jsonl task": ("task.path", config.task.source),
+    "parquet task": ("task.path", config.task.source),
+  }
+  for user, (field, chosen) in needed.items():
+    if user.split()[0] == chosen and not _get(config, field):
+      raise _wrong(config, field, f"given, for there is a {user}")
+  if config.task.chat and config.tokenizer.kind == "char":
+    raise _wrong(
+      config, "task.chat", 'False where config.tokenizer.kind is "char"'
+    )
+
+
+def _check_devices(config: Config, *, num_devices: int) -> None:
+  mesh = config.mesh
+  num_trainer = mesh.trainer_fsdp * mesh.trainer_tensor
+  num_generators = mesh.num_generators * mesh.generator_tensor
+  needed = num_trainer if mesh.colocated else num_trainer + num_generators
+  if needed > num_devices:
+    raise ValueError(
+      f"The meshes need {needed} devices (trainer {num_trainer}, generators "
+      f"{num_generators}, config.mesh.colocated {mesh.colocated}) but there "
+      f"are {num_devices}: lower config.mesh.num_generators, "
+      "config.mesh.generator_tensor, config.mesh.trainer_fsdp or "
+      "config.mesh.trainer_tensor, or on CPU raise config.mesh.host_devices."
+    )
+  if mesh.colocated and num_trainer % mesh.generator_tensor:
+    raise _wrong(
+      config,
+      "mesh.generator_tensor",
+      f"a divisor of the trainer's {num_trainer} devices, as "
+      "config.mesh.colocated is True",
+    )
+  if config.trainer.rows_per_batch % mesh.trainer_fsdp:
+    raise _wrong(
+      config,
+      "trainer.rows_per_batch",
+      f"a multiple of config.mesh.trainer_fsdp, {mesh.trainer_fsdp}",
+    )
+
+
+def _check_schedule(config: Config) -> None:
+  if config.coordinator.schedule == "sync" and config.coordinator.max_staleness:
+    raise _wrong(
+      config,
+      "coordinator.max_staleness",
+      '0 where config.coordinator.schedule is "sync": lower it, or take "dora"',
+    )
+  if config.trainer.advantage == "grpo" and config.coordinator.group_size < 2:
+    raise _wrong(
+      config,
+      "coordinator.group_size",
+      'at least 2 where config.trainer.advantage is "grpo", '
+      "for one reward has no deviation",
+    )
+
+
+def _check_lengths(config: Config) -> None:
+  generator = config.generator
+  longest = config.task.max_prompt_tokens + generator.max_new_tokens
+  if longest > generator.max_length:
+    raise _wrong(
+      config,
+      "generator.max_length",
+      f"at least {longest}, config.task.max_prompt_tokens "
+      f"{config.task.max_prompt_tokens} and config.generator.max_new_tokens "
+      f"{generator.max_new_tokens} together",
+    )
+  if config.trainer.row_length < generator.max_length:
+    raise _wrong(
+      config,
+      "trainer.row_length",
+      f"at least config.generator.max_length, {generator.max_length}",
+    )
+  pages = -(-generator.max_length // generator.page_size)
+  if 0 < generator.num_pages < pages:
+    raise _wrong(
+      config,
+      "generator.num_pages",
+      f"0 or at least {pages}, the pages of one request of "
+      f"config.generator.max_length {generator.max_length}",
+    )
+
+
+def _check_evaluation(config: Config) -> None:
+  evaluation = config.evaluation
+  if evaluation.num_prompts > config.task.num_heldout:
+    raise _wrong(
+      config,
+      "evaluation.num_prompts",
+      f"at most config.task.num_heldout, {config.task.num_heldout}",
+    )
+  if evaluation.temperature < 0:
+    raise _wrong(config, "evaluation.temperature", "at least 0")
+  if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+    raise _wrong(
+      config,
+      "evaluation.samples_per_prompt",
+      "1 where config.evaluation.temperature is 0, for all would be the same",
+    )
+
+
+def _wrong(config: Config, field: str, needed: str) -> ValueError:
+  value = _get(config, field)
+  return ValueError(f"config.{field} is {value!r} but must be {needed}.")
+
+
+def _get(config: Config, field: str) -> Any:
+  section, name = field.split(".")
+  return config[section][name]
+
+
+def _field_names(config: Config) -> set[str]:
+  names = set()
+  for name, value in config.items(preserve_field_references=True):
+    names.add(name)
+    if isinstance(value, config_dict.ConfigDict):
+      names |= {f"{name}.{inner}" for inner in _field_names(value)}
+  return names
+
+
+def _nearest(name: str, fields: set[str]) -> str | None:
+  """The field with this last part; else the most similar one, if any is."""
+  ordered = sorted(fields)
+  last = name.rpartition(".")[2]
+  by_last = {field.rpartition(".")[2]: field for field in ordered}
+  same_last = [f for f in ordered if f.rpartition(".")[2] == last]
+  close = (
+    difflib.get_close_matches(name, same_last, n=1, cutoff=0.0)
+    or difflib.get_close_matches(name, ordered, n=1, cutoff=0.8)
+    or [by_last[n] for n in difflib.get_close_matches(last, by_last, n=1)]
+  )
+  return close[0] if close else None
