@@ -1,0 +1,300 @@
+"""The decoder-only transformer that trainer and generators share.
+
+Everything outside sees a nested dict of arrays, `Params`; inside it is a flax
+module. How tokens attend to each other is the caller's `attend`, through which
+training masks, prefill and paged decoding are woven into the same layers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from dora_jax import interfaces
+from dora_jax.model import attention, declare, norm, rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """Sizes and variants of one decoder-only transformer.
+
+  Attributes:
+    vocab_size: rows of the embedding table, V.
+    width: of the residual stream, D.
+    mlp_width: F.
+    num_layers: L.
+    num_heads: query heads, N; a multiple of num_kv_heads.
+    num_kv_heads: K.
+    head_width: H; even.
+    rope_theta: base of the rotary wavelengths.
+    norm_eps: added to the mean square in every RMSNorm.
+    qk_norm: whether queries and keys are normalised per head (Qwen3).
+    qkv_bias: whether the three input projections have a bias (Qwen2).
+    tied_head: whether the output head is the embedding table.
+    max_positions: the longest context that the model was made for.
+    rope_scaling: how rotary positions are stretched; None leaves them as is.
+  """
+
+  vocab_size: int
+  width: int
+  mlp_width: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_width: int
+  rope_theta: float
+  norm_eps: float
+  qk_norm: bool
+  qkv_bias: bool
+  tied_head: bool
+  max_positions: int
+  rope_scaling: rope.Llama3Scaling | None = None
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_heads is {self.num_heads}, which num_kv_heads = "
+        f"{self.num_kv_heads} must divide: change either in the model's config."
+      )
+    if self.head_width % 2:
+      raise ValueError(
+        f"head_width is {self.head_width} but rotary positions turn pairs: "
+        "make head_width even in the model's config."
+      )
+
+  @property
+  def num_query_groups(self) -> int:
+    """Query heads that share one KV head, G."""
+    return self.num_heads // self.num_kv_heads
+
+  @property
+  def axis_sizes(self) -> dict[str, int]:
+    """Size of each logical axis that a weight may have."""
+    return {
+      "vocab": self.vocab_size,
+      "embed": self.width,
+      "norm": self.width,
+      "mlp": self.mlp_width,
+      "kv_head": self.num_kv_heads,
+      "query_group": self.num_query_groups,
+      "head_width": self.head_width,
+      "layer": self.num_layers,
+    }
+
+
+class Block(nnx.Module):
+  """One layer: attention and a gated MLP, each normalised before, added after.
+
+  Source: LLaMA, section 2.2 (https://arxiv.org/abs/2302.13971).
+  """
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+    weight = declare.Declare(config.axis_sizes, rngs, dtype)
+    from_width = declare.normal(config.width)
+    query = ("kv_head", "query_group", "head_width")
+    key = ("kv_head", "head_width")
+    # So that the residual stream's scale does not grow with depth (GPT-2, 2.3).
+    depth = 2 * config.num_layers
+    from_heads = declare.normal(config.num_heads * config.head_width * depth)
+    from_mlp = declare.normal(config.mlp_width * depth)
+    self.config = config
+    self.attention_norm = weight("norm", init=declare.ONES)
+    self.query = weight("embed", *query, init=from_width)
+    self.key = weight("embed", *key, init=from_width)
+    self.value = weight("embed", *key, init=from_width)
+    self.output = weight(*query, "embed", init=from_heads)
+    if config.qkv_bias:
+      self.query_bias = weight(*query, init=declare.ZEROS)
+      self.key_bias = weight(*key, init=declare.ZEROS)
+      self.value_bias = weight(*key, init=declare.ZEROS)
+    if config.qk_norm:
+      self.query_norm = weight("head_width", init=declare.ONES)
+      self.key_norm = weight("head_width", init=declare.ONES)
+    self.mlp_norm = weight("norm", init=declare.ONES)
+    self.gate = weight("embed", "mlp", init=from_width)
+    self.up = weight("embed", "mlp", init=from_width)
+    self.down = weight("mlp", "embed", init=from_mlp)
+
+  def __call__(
+    self,
+    hidden_BTD: Float[jax.Array, "B T D"],
+    positions_BT: Int[jax.Array, "B T"],
+    attend: attention.Attend,
+    kv: Any,
+    layer: Int[jax.Array, ""],
+  ) -> tuple[Float[jax.Array, "B T D"], Any]:
+    """The residual stream after this layer, and what `attend` kept in `kv`."""
+    eps = self.config.norm_eps
+    with jax.named_scope("attention"):
+      normed_BTD = norm.rms_norm(hidden_BTD, self.attention_norm[...], eps)
+      query_BTKGH, key_BTKH, value_BTKH = self.project(normed_BTD, positions_BT)
+      out_BTKGH, kv = attend(query_BTKGH, key_BTKH, value_BTKH, kv, layer)
+      hidden_BTD += jnp.einsum("BTKGH,KGHD->BTD", out_BTKGH, self.output[...])
+    with jax.named_scope("mlp"):
+      normed_BTD = norm.rms_norm(hidden_BTD, self.mlp_norm[...], eps)
+      gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, self.gate[...])
+      up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, self.up[...])
+      gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
+      hidden_BTD += jnp.einsum("BTF,FD->BTD", gated_BTF, self.down[...])
+    return hidden_BTD, kv
+
+  def project(
+    self,
+    normed_BTD: Float[jax.Array, "B T D"],
+    positions_BT: Int[jax.Array, "B T"],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of a layer, rotated to their positions."""
+    config = self.config
+    query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, self.query[...])
+    key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, self.key[...])
+    value_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, self.value[...])
+    if config.qkv_bias:
+      query_BTKGH += self.query_bias[...][None, None]
+      key_BTKH += self.key_bias[...][None, None]
+      value_BTKH += self.value_bias[...][None, None]
+    if config.qk_norm:
+      eps = config.norm_eps
+      query_BTKGH = norm.rms_norm(query_BTKGH, self.query_norm[...], eps)
+      key_BTKH = norm.rms_norm(key_BTKH, self.key_norm[...], eps)
+    frequencies = rope.inverse_frequencies(
+      config.head_width, config.rope_theta, config.rope_scaling
+    )
+    query_BTKGH = rope.rotate(query_BTKGH, positions_BT, frequencies)
+    key_BTKH = rope.rotate(key_BTKH, positions_BT, frequencies)
+    return query_BTKGH, key_BTKH, value_BTKH
+
+
+class Transformer(nnx.Module):
+  """Embedding, L blocks stacked on a leading axis, final norm, output head."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+    weight = declare.Declare(config.axis_sizes, rngs, dtype)
+    make_block = lambda key: Block(config, nnx.Rngs(params=key), dtype)
+    from_width = declare.normal(config.width)
+    self.config = config
+    self.embed = weight("vocab", "embed", init=from_width)
+    keys = jax.random.split(rngs.params(), config.num_layers)
+    self.blocks = nnx.vmap(make_block)(keys)
+    self.final_norm = weight("norm", init=declare.ONES)
+    if not config.tied_head:
+      self.head = weight("vocab", "embed", init=from_width)
+
+  def __call__(
+    self,
+    tokens_BT: Int[jax.Array, "B T"],
+    positions_BT: Int[jax.Array, "B T"],
+    *,
+    attend: attention.Attend,
+    kv: Any,
+    remat: bool,
+    sharding: jax.sharding.Sharding | None,
+  ) -> tuple[Float[jax.Array, "B T D"], Any]:
+    """Hidden states after the final norm; see `forward`."""
+    constrain = lambda hidden_BTD: (
+      hidden_BTD
+      if sharding is None
+      else jax.lax.with_sharding_constraint(hidden_BTD, sharding)
+    )
+    block_def, block_states = nnx.split(self.blocks)
+
+    def apply_block(carry, layer_and_state):
+      hidden_BTD, kv = carry
+      layer, state = layer_and_state
+      block = nnx.merge(block_def, state)
+      hidden_BTD, kv = block(hidden_BTD, positions_BT, attend, kv, layer)
+      return (constrain(hidden_BTD), kv), None
+
+    if remat:
+      apply_block = jax.checkpoint(apply_block, prevent_cse=False)
+    embedded_BTD = constrain(self.embed[...][tokens_BT])
+    layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+    (hidden_BTD, kv), _ = jax.lax.scan(
+      apply_block, (embedded_BTD, kv), (layers, block_states)
+    )
+    eps = self.config.norm_eps
+    return norm.rms_norm(hidden_BTD, self.final_norm[...], eps), kv
+
+
+@functools.lru_cache
+def _structure(config: ModelConfig) -> tuple[Any, Any]:
+  """The module's structure and its abstract fp32 weights, with their axes."""
+  make = lambda key: Transformer(config, nnx.Rngs(params=key), jnp.float32)
+  return nnx.split(nnx.eval_shape(make, jax.random.key(0)))
+
+
+def init_params(
+  config: ModelConfig, *, key: jax.Array, dtype: Any = jnp.float32
+) -> interfaces.Params:
+  """Draws random weights; `key` is a jax.random.key."""
+  model = Transformer(config, nnx.Rngs(params=key), dtype)
+  return nnx.to_pure_dict(nnx.state(model))
+
+
+def abstract_params(config: ModelConfig, *, dtype: Any) -> interfaces.Params:
+  """The tree of `init_params` with a jax.ShapeDtypeStruct for each array."""
+  shapes = nnx.to_pure_dict(_structure(config)[1])
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes
+  )
+
+
+def logical_axes(config: ModelConfig) -> interfaces.Params:
+  """The tree of `init_params` with a tuple of axis names for each array."""
+  names = jax.tree.map(
+    lambda weight: weight.get_metadata()["axes"],
+    _structure(config)[1],
+    is_leaf=lambda node: isinstance(node, nnx.Variable),
+  )
+  axes = nnx.to_pure_dict(names)
+  for name, block_axes in axes["blocks"].items():
+    axes["blocks"][name] = ("layer", *block_axes)
+  return axes
+
+
+def forward(
+  params: interfaces.Params,
+  config: ModelConfig,
+  tokens_BT: Int[jax.typing.ArrayLike, "B T"],
+  positions_BT: Int[jax.typing.ArrayLike, "B T"],
+  *,
+  attend: attention.Attend,
+  kv: Any = None,
+  remat: bool = False,
+  hidden_sharding: jax.sharding.Sharding | None = None,
+) -> tuple[Float[jax.Array, "B T D"], Any]:
+  """Runs the layers, in the dtype of the params.
+
+  Args:
+    params: as `init_params` makes them.
+    config: what they were made for.
+    tokens_BT: token ids.
+    positions_BT: of each token in its own sequence, for the rotary positions.
+    attend: mixes the tokens of a layer; see `attention.Attend`.
+    kv: handed to `attend` layer after layer as the scan's carry, so that a pool
+      with a leading L axis is updated in place.
+    remat: whether the backward pass recomputes each layer.
+    hidden_sharding: of the residual stream, where XLA should not guess it.
+
+  Returns:
+    The hidden states after the final norm, and the last `kv`.
+  """
+  model = nnx.merge(_structure(config)[0], params)
+  tokens_BT, positions_BT = jnp.asarray(tokens_BT), jnp.asarray(positions_BT)
+  how = {"attend": attend, "kv": kv, "remat": remat}
+  return model(tokens_BT, positions_BT, sharding=hidden_sharding, **how)
+
+
+def unembed(
+  params: interfaces.Params,
+  config: ModelConfig,
+  hidden: Float[jax.Array, "*rows D"],
+) -> Float[jax.Array, "*rows V"]:
+  """Logits of hidden states after the final norm, in fp32."""
+  head_VD = params["embed"] if config.tied_head else params["head"]
+  return jnp.einsum(
+    "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32
+  )

@@ -1,0 +1,122 @@
+"""Which mesh axis each logical axis of an array is split over."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisTable:
+  """Where the logical axes go on one kind of mesh.
+
+  Attributes:
+    mesh_axis: mesh axis of each logical axis; None replicates it.
+    config_field: the config field that sets the size of each mesh axis.
+  """
+
+  mesh_axis: Mapping[str, str | None]
+  config_field: Mapping[str, str]
+
+
+# Fully sharded: weights and rows share "fsdp", so that each weight is gathered
+# when its layer runs.
+TRAIN = AxisTable(
+  mesh_axis={
+    "row": "fsdp",
+    "token": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "norm": None,
+    "mlp": "tensor",
+    "kv_head": "tensor",
+    "query_group": None,
+    "head_width": None,
+    "layer": None,
+  },
+  config_field={
+    "fsdp": "config.mesh.trainer_fsdp",
+    "tensor": "config.mesh.trainer_tensor",
+  },
+)
+
+# Decoding reads every weight for every token, so none is gathered.
+DECODE = AxisTable(
+  mesh_axis={
+    "row": None,
+    "token": None,
+    "vocab": "tensor",
+    "embed": None,
+    "norm": None,
+    "mlp": "tensor",
+    "kv_head": "tensor",
+    "query_group": None,
+    "head_width": None,
+    "layer": None,
+  },
+  config_field={"tensor": "config.mesh.generator_tensor"},
+)
+
+
+def _is_axes(node: Any) -> bool:
+  return isinstance(node, tuple)
+
+
+def partition_spec(
+  axes: tuple[str, ...], table: AxisTable
+) -> jax.sharding.PartitionSpec:
+  """The mesh axes of one array; refuses to use a mesh axis twice."""
+  for axis in axes:
+    if axis not in table.mesh_axis:
+      raise ValueError(
+        f"The logical axis {axis!r} of {axes} is in no row of the axis table, "
+        f"which has {sorted(table.mesh_axis)}: add it in parallel/axes.py."
+      )
+  mesh_axes = [table.mesh_axis[axis] for axis in axes]
+  counts = collections.Counter(axis for axis in mesh_axes if axis is not None)
+  repeated = [axis for axis, count in counts.items() if count > 1]
+  if repeated:
+    raise ValueError(
+      f"The logical axes {axes} use the mesh axis {repeated[0]!r} "
+      f"{counts[repeated[0]]} times but an array can be split over it once: "
+      "change the table in parallel/axes.py."
+    )
+  return jax.sharding.PartitionSpec(*mesh_axes)
+
+
+def shardings(
+  logical_axes: Any, mesh: jax.sharding.Mesh, table: AxisTable
+) -> Any:
+  """The tree of tuples of axis names as a tree of NamedSharding."""
+  return jax.tree.map(
+    lambda axes: jax.sharding.NamedSharding(mesh, partition_spec(axes, table)),
+    logical_axes,
+    is_leaf=_is_axes,
+  )
+
+
+def check_divisible(
+  shapes: Any, logical_axes: Any, mesh: jax.sharding.Mesh, table: AxisTable
+) -> None:
+  """Raises where devices do not divide an axis that is split over them.
+
+  Args:
+    shapes: tree of what has a `shape`, such as jax.ShapeDtypeStruct.
+    logical_axes: the same tree with a tuple of axis names for each array.
+    mesh: whose axes the table names.
+    table: TRAIN or DECODE.
+  """
+  named_axes = jax.tree.leaves_with_path(logical_axes, is_leaf=_is_axes)
+  arrays = jax.tree.leaves(shapes)
+  for (path, axes), array in zip(named_axes, arrays, strict=True):
+    for axis, size in zip(axes, array.shape, strict=True):
+      mesh_axis = table.mesh_axis[axis]
+      if mesh_axis is None or size % mesh.shape[mesh_axis] == 0:
+        continue
+      raise ValueError(
+        f"params{jax.tree_util.keystr(path)} has {size} along {axis!r}, which "
+        f"{mesh.shape[mesh_axis]} devices along {mesh_axis!r} do not divide: "
+        f"set {table.config_field[mesh_axis]} to a divisor of {size}."
+      )
