@@ -1,0 +1,281 @@
+"""Where examples come from: generators, files, and sums of small numbers."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pyarrow import parquet
+
+from dora_jax.tasks import lookup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+  """One problem as its source gives it, not yet a prompt.
+
+  Attributes:
+    question: what is asked.
+    answer: the reference answer; empty where the source has none and judges
+      by its own rule.
+    worked: an answer as one would write it out, for a supervised cold start.
+    metadata: what else the source says; picklable, for rewards.
+  """
+
+  question: str
+  answer: str
+  worked: str
+  metadata: Mapping[str, Any]
+
+
+def load(
+  *,
+  kind: str,
+  name: str,
+  params: Mapping[str, Any],
+  path: str,
+  columns: Mapping[str, str],
+  extract: str,
+  size: int,
+  seed: int,
+) -> list[Example]:
+  """The examples that config.task describes; each kind takes what it needs.
+
+  Args:
+    kind: "reasoning_gym", "jsonl", "parquet" or "sums".
+    name: the generator of reasoning_gym.
+    params: parameters of the generator, or of `sums`.
+    path: the file.
+    columns: from question, answer and (optional) worked to the file's columns.
+    extract: named function that takes the answer out of its column; empty
+      takes the column as it is.
+    size: number of examples to generate; of a file, how many to read at most,
+      where 0 reads all.
+    seed: of the generator.
+  """
+  if kind == "reasoning_gym":
+    return generate(name, params=params, size=size, seed=seed)
+  if kind == "sums":
+    lookup.check_keywords(
+      sums, params, num_positional=0, field="config.task.params"
+    )
+    return sums(**params)
+  kinds = {"jsonl": jsonl_rows, "parquet": parquet_rows}
+  lookup.check_name(
+    kind,
+    ("reasoning_gym", "sums", *kinds),
+    what="source",
+    field="config.task.source",
+  )
+  return read_file(
+    path, rows=kinds[kind], columns=columns, extract_name=extract, size=size
+  )
+
+
+def sums(*, max_term: int) -> list[Example]:
+  """Every sum of two terms from 0 to max_term, in order: "3+4" is "7"."""
+  terms = range(max_term + 1)
+  examples = [
+    Example(
+      question=f"{a}+{b}", answer=str(a + b), worked=str(a + b), metadata={}
+    )
+    for a in terms
+    for b in terms
+  ]
+  return _refuse_empty(
+    examples, f"sums with max_term {max_term}", "config.task.params.max_term"
+  )
+
+
+def generate(
+  name: str, *, params: Mapping[str, Any], size: int, seed: int
+) -> list[Example]:
+  """Examples of a reasoning-gym generator, by its name.
+
+  The metadata holds the generator's name, its parameters and the entry, with
+  which the reward `reasoning_gym` calls the generator's own score_answer.
+  Source: https://github.com/open-thought/reasoning-gym.
+  """
+  # Imported here because it takes seconds, which other tasks need not wait.
+  import reasoning_gym
+  from reasoning_gym import factory
+
+  lookup.check_name(
+    name, factory.DATASETS, what="generator", field="config.task.name"
+  )
+  _, config_class = factory.DATASETS[name]
+  known = [field.name for field in dataclasses.fields(config_class)]
+  for key in params:
+    lookup.check_name(
+      key,
+      set(known) - {"size", "seed"},
+      what=f"parameter of {name}",
+      field="config.task.params",
+    )
+  if size < 1:
+    return _refuse_empty([], f"{name} of size {size}", "config.task.size")
+  parameters = {**params, "size": size, "seed": seed}
+  dataset = reasoning_gym.create_dataset(name, **parameters)
+  return [_generated(name, parameters, dataset[index]) for index in range(size)]
+
+
+def _generated(
+  name: str, parameters: Mapping[str, Any], entry: dict[str, Any]
+) -> Example:
+  # Some generators judge by rule and keep no reference answer.
+  answer = "" if entry["answer"] is None else str(entry["answer"])
+  return Example(
+    question=entry["question"],
+    answer=answer,
+    worked=answer,
+    metadata={"generator": name, "parameters": parameters, "entry": entry},
+  )
+
+
+def read_file(
+  path: str,
+  *,
+  rows: Callable[[pathlib.Path], Iterable[tuple[str, Any]]],
+  columns: Mapping[str, str],
+  extract_name: str,
+  size: int,
+) -> list[Example]:
+  """Examples of a file, one a row, all in memory.
+
+  Args:
+    path: the file.
+    rows: reads it as pairs (where it stands, row).
+    columns: from question, answer and (optional) worked to the file's columns.
+      Without `worked`, the answer's column as it is serves as that.
+    extract_name: name of the function that takes the answer out of its column;
+      empty takes the column as it is.
+    size: how many rows to read at most; 0 reads all.
+
+  Raises:
+    ValueError: a row lacks a column, or holds what is no text; none is there.
+  """
+  for key in columns:
+    lookup.check_name(
+      key,
+      ("question", "answer", "worked"),
+      what="column role",
+      field="config.task.columns",
+    )
+  for key in ("question", "answer"):
+    if key not in columns:
+      raise ValueError(
+        f"The column of the {key} is missing: set config.task.columns.{key}."
+      )
+  extract = lookup.find_function(
+    extract_name or "as_is",
+    EXTRACTORS,
+    what="answer extraction",
+    field="config.task.extract",
+  )
+  if not pathlib.Path(path).is_file():
+    raise FileNotFoundError(f"There is no file {path!r}: set config.task.path.")
+  examples = [
+    _parse_row(row, where=where, columns=columns, extract=extract)
+    for where, row in itertools.islice(rows(pathlib.Path(path)), size or None)
+  ]
+  return _refuse_empty(examples, str(path), "config.task.path")
+
+
+def _parse_row(
+  row: Any,
+  *,
+  where: str,
+  columns: Mapping[str, str],
+  extract: Callable[[str], str],
+) -> Example:
+  if not isinstance(row, dict):
+    raise ValueError(
+      f"{where}: holds {row!r}, but a row must map names to values."
+    )
+  texts = {}
+  for role, column in columns.items():
+    if column not in row:
+      raise ValueError(
+        f"{where}: has no column {column!r}, only {sorted(row)}: correct the"
+        f" row or config.task.columns.{role}."
+      )
+    texts[role] = _text(row[column], where=where, column=column)
+  try:
+    answer = extract(texts["answer"])
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+  return Example(
+    question=texts["question"],
+    answer=answer,
+    worked=texts.get("worked", texts["answer"]),
+    metadata={k: v for k, v in row.items() if k not in columns.values()},
+  )
+
+
+def _text(value: Any, *, where: str, column: str) -> str:
+  """A column's value as text; numbers as one writes them (8.0 is "8")."""
+  if isinstance(value, float) and value.is_integer():
+    return str(int(value))
+  if isinstance(value, bool) or not isinstance(value, str | int | float):
+    raise ValueError(
+      f"{where}: column {column!r} holds {value!r}, but it must hold text or a"
+      " number."
+    )
+  return str(value)
+
+
+def jsonl_rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  """The objects of a file with one JSON object a line; blank lines are none."""
+  with path.open(encoding="utf-8") as lines:
+    for number, line in enumerate(lines, start=1):
+      if not line.strip():
+        continue
+      try:
+        yield f"{path}, line {number}", json.loads(line)
+      except json.JSONDecodeError as error:
+        raise ValueError(
+          f"{path}, line {number}: is not JSON ({error}): {line[:80]!r}."
+        ) from error
+
+
+def parquet_rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  """The rows of a Parquet file, read by batches."""
+  number = 0
+  with parquet.ParquetFile(path) as file:
+    for batch in file.iter_batches():
+      for row in batch.to_pylist():
+        number += 1
+        yield f"{path}, row {number}", row
+
+
+def _as_is(answer: str) -> str:
+  return answer
+
+
+def _after_hashes(answer: str) -> str:
+  """The final answer of GSM8K: what follows "####", without commas."""
+  _, mark, final = answer.rpartition("####")
+  if not mark or not final.strip():
+    raise ValueError(
+      f"No answer follows '####' in {answer[-80:]!r}: correct the row or"
+      " config.task.extract."
+    )
+  return final.strip().replace(",", "")
+
+
+EXTRACTORS: Mapping[str, Callable[[str], str]] = {
+  "as_is": _as_is,
+  "gsm8k": _after_hashes,
+}
+
+
+def _refuse_empty(
+  examples: list[Example], what: str, field: str
+) -> list[Example]:
+  if not examples:
+    raise ValueError(
+      f"No example comes from {what}, one at least must: set {field}."
+    )
+  return examples

@@ -1,0 +1,41 @@
+"""Rewards that misbehave, found by the pool's workers by import path."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def behave(prompt, completion, *, how="one"):
+  """Does what the completion says."""
+  if completion == "hang":
+    threading.Event().wait()
+  if completion == "hang with a child":
+    subprocess.run([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    threading.Event().wait()
+  if completion == "raise":
+    raise KeyError("no such unit")
+  if completion == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if completion == "exit":
+    sys.exit(3)
+  if completion == "exit at once":
+    os._exit(3)
+  if completion == "jax":
+    return float("jax" in sys.modules)
+  if completion == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+    return 1.0
+  values = {
+    "one": 1,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "str": "1",
+    "bool": True,
+    "none": None,
+    "parts": {"reward": 0.5, "format": 1.0},
+    "partless": {"format": 1.0},
+    "length": len(prompt.tokens),
+  }
+  return values[completion]
