@@ -1,0 +1,239 @@
+"""The device side of a train step: gradients of packed rows, one update.
+
+The loss is a sum over sampled tokens divided by one denominator, the number of
+sampled tokens in the whole step. Hence its gradient is the sum of the gradients
+of the micro-batches, however the rows are split over micro-batches or devices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Bool, Float
+
+from dora_jax import interfaces, types
+from dora_jax.model import transformer
+from dora_jax.trainer import logprobs, losses, train_state
+
+# Fields of a PackedBatch that the loss reads; the rest stays on the host.
+_FIELDS = (
+  "tokens",
+  "positions",
+  "segment_ids",
+  "loss_mask",
+  "advantages",
+  "behavior_logprobs",
+)
+
+DeviceBatch = Mapping[str, jax.Array]
+
+
+class TokenStats(NamedTuple):
+  """What the loss saw of each token of a micro-batch; meant for the host.
+
+  Attributes:
+    log_ratios_BT: log of pi / pi_behavior in nats, see losses.ClipStats; for
+      supervised pairs the log-probability itself.
+    entropies_BT: of the distribution that drew the token, in nats.
+    is_clipped_low_BT: see losses.ClipStats.
+    is_clipped_high_BT: see losses.ClipStats.
+  """
+
+  log_ratios_BT: Float[Any, "B T"]
+  entropies_BT: Float[Any, "B T"]
+  is_clipped_low_BT: Bool[Any, "B T"]
+  is_clipped_high_BT: Bool[Any, "B T"]
+
+
+class UpdateStats(NamedTuple):
+  """What one update did; meant for the host.
+
+  Attributes:
+    grad_norm: global norm of the gradient, before the clip.
+    is_applied: whether it was finite; otherwise nothing changed.
+    step: number of updates before this one.
+  """
+
+  grad_norm: Any
+  is_applied: Any
+  step: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossSettings:
+  """What the losses need beside params and batch.
+
+  Attributes:
+    config: of the model.
+    clip_low: see losses.ppo_clip.
+    clip_high: see losses.ppo_clip.
+    temperature: at which the generator samples.
+    compute_dtype: of the forward and backward pass; the loss is in float32.
+    logprob_chunk: see logprobs.token_logprobs.
+    remat: see logprobs.token_logprobs.
+    hidden_sharding: see logprobs.token_logprobs.
+  """
+
+  config: transformer.ModelConfig
+  clip_low: float
+  clip_high: float
+  temperature: float
+  compute_dtype: Any
+  logprob_chunk: int
+  remat: bool
+  hidden_sharding: jax.sharding.Sharding
+
+
+Loss = Callable[..., tuple[Float[jax.Array, ""], TokenStats]]
+
+
+def put_batch(
+  batch: types.PackedBatch, sharding: jax.sharding.Sharding
+) -> DeviceBatch:
+  """Places what the loss reads of a micro-batch on the devices."""
+  arrays = {field: getattr(batch, field) for field in _FIELDS}
+  return jax.device_put(arrays, sharding)
+
+
+def score(
+  params: interfaces.Params,
+  batch: DeviceBatch,
+  settings: LossSettings,
+  *,
+  temperature: float,
+) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
+  """Log-probabilities and entropies of a micro-batch's tokens."""
+  params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
+  return logprobs.token_logprobs(
+    params,
+    settings.config,
+    batch["tokens"],
+    batch["positions"],
+    batch["segment_ids"],
+    temperature=temperature,
+    remat=settings.remat,
+    chunk_size=settings.logprob_chunk,
+    hidden_sharding=settings.hidden_sharding,
+  )
+
+
+def policy_loss(
+  params: interfaces.Params,
+  batch: DeviceBatch,
+  denominator: jax.typing.ArrayLike,
+  *,
+  settings: LossSettings,
+) -> tuple[Float[jax.Array, ""], TokenStats]:
+  """This micro-batch's part of the token-mean of losses.ppo_clip.
+
+  Source: token-level mean as in DAPO, section 3.3
+  (https://arxiv.org/abs/2503.14476).
+  """
+  mask_BT = batch["loss_mask"]
+  logprobs_BT, entropies_BT = score(
+    params, batch, settings, temperature=settings.temperature
+  )
+  # Cut before the loss, for a NaN in a masked token would reach the gradient
+  # through a mask that comes after it.
+  is_sampled_BT = mask_BT > 0.0
+  loss_BT, clip = losses.ppo_clip(
+    jnp.where(is_sampled_BT, logprobs_BT, 0.0),
+    jnp.where(is_sampled_BT, batch["behavior_logprobs"], 0.0),
+    jnp.where(is_sampled_BT, batch["advantages"], 0.0),
+    clip_low=settings.clip_low,
+    clip_high=settings.clip_high,
+  )
+  stats = TokenStats(
+    log_ratios_BT=clip.log_ratios_BT,
+    entropies_BT=entropies_BT,
+    is_clipped_low_BT=clip.is_clipped_low_BT,
+    is_clipped_high_BT=clip.is_clipped_high_BT,
+  )
+  return losses.sum_where(loss_BT, mask_BT) / denominator, stats
+
+
+def supervised_loss(
+  params: interfaces.Params,
+  batch: DeviceBatch,
+  denominator: jax.typing.ArrayLike,
+  *,
+  settings: LossSettings,
+) -> tuple[Float[jax.Array, ""], TokenStats]:
+  """This micro-batch's part of the mean negative log-likelihood per token.
+
+  It is taken at temperature 1, the distribution that pairs are drawn from.
+  """
+  mask_BT = batch["loss_mask"]
+  logprobs_BT, entropies_BT = score(params, batch, settings, temperature=1.0)
+  stats = TokenStats(
+    log_ratios_BT=jax.lax.stop_gradient(logprobs_BT),
+    entropies_BT=entropies_BT,
+    is_clipped_low_BT=jnp.zeros(mask_BT.shape, bool),
+    is_clipped_high_BT=jnp.zeros(mask_BT.shape, bool),
+  )
+  loss_BT = losses.supervised(logprobs_BT)
+  return losses.sum_where(loss_BT, mask_BT) / denominator, stats
+
+
+def make_accumulate(loss: Loss, shardings: train_state.TrainState) -> Callable:
+  """Jits (params, sum, batch, denominator) -> (sum, loss, TokenStats).
+
+  The sum of gradients, float32 and sharded as the params, is donated.
+  """
+
+  def accumulate(params, gradients, batch, denominator):
+    (value, stats), new = jax.value_and_grad(loss, has_aux=True)(
+      params, batch, denominator
+    )
+    return jax.tree.map(jnp.add, gradients, new), value, stats
+
+  return jax.jit(
+    accumulate,
+    donate_argnums=1,
+    # Stats are small; replicated, every host can read them whole.
+    out_shardings=(shardings.params, shardings.step, shardings.step),
+  )
+
+
+def make_zeros(abstract_params, shardings: train_state.TrainState) -> Callable:
+  """Jits () -> a sum of no gradients."""
+
+  def zeros():
+    return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, jnp.float32), abstract_params
+    )
+
+  return jax.jit(zeros, out_shardings=shardings.params)
+
+
+def make_update(
+  optimizer: optax.GradientTransformation, shardings: train_state.TrainState
+) -> Callable:
+  """Jits (state, gradients) -> (state, UpdateStats); the state is donated.
+
+  A gradient that is not finite leaves params, moments and step as they were.
+  """
+
+  def update(state, gradients):
+    grad_norm = optax.global_norm(gradients)
+    is_finite = jnp.isfinite(grad_norm)
+    updates, opt_state = optimizer.update(
+      gradients, state.opt_state, state.params
+    )
+    new = train_state.TrainState(
+      params=optax.apply_updates(state.params, updates),
+      opt_state=opt_state,
+      step=state.step + 1,
+    )
+    kept = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, state)
+    stats = UpdateStats(
+      grad_norm=grad_norm, is_applied=is_finite, step=state.step
+    )
+    return kept, stats
+
+  return jax.jit(
+    update, donate_argnums=0, out_shardings=(shardings, shardings.step)
+  )

@@ -1,0 +1,230 @@
+"""Packs sequences of many lengths into rows of one length.
+
+Every micro-batch has the one shape [rows_per_batch, row_length], so that the
+train step compiles once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dora_jax import types
+from dora_jax.trainer import advantages
+
+# The largest log-probability that rounding in float32 explains.
+_MAX_LOGPROB = 1e-6
+
+# Lengths differ from pair to pair, so they bear no name.
+Pair = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sequence:
+  """A prompt and its completion, with what the loss wants to know of them."""
+
+  prompt: Int[np.ndarray, "S"]
+  completion: Int[np.ndarray, "T"]
+  behavior_logprobs: Float[np.ndarray, "T"]
+  advantage: float
+  lag: int
+
+  def __len__(self) -> int:
+    return len(self.prompt) + len(self.completion)
+
+
+def pack_groups(
+  groups: Sequence[types.Group],
+  *,
+  version: int,
+  row_length: int,
+  rows_per_batch: int,
+  eps: float,
+) -> list[types.PackedBatch]:
+  """Packs all trajectories of the groups, first-fit decreasing.
+
+  The result depends on the arguments alone: sequences of one length keep the
+  order of groups and members.
+
+  Args:
+    groups: scored groups, each with at least two members.
+    version: the policy version being trained, from which lags are counted.
+    row_length: tokens in a row.
+    rows_per_batch: rows in a micro-batch; the last one is filled with padding.
+    eps: see advantages.group_advantages.
+
+  Raises:
+    ValueError: a trajectory is malformed, from a future version, or longer
+      than a row.
+  """
+  sequences = []
+  for group in groups:
+    _check_group(group, version)
+    group_advantages = advantages.group_advantages(
+      group.rewards[np.newaxis, :], eps=eps
+    )[0]
+    for trajectory, advantage in zip(
+      group.trajectories, group_advantages, strict=True
+    ):
+      sequences.append(
+        _Sequence(
+          prompt=trajectory.prompt,
+          completion=trajectory.completion,
+          behavior_logprobs=trajectory.behavior_logprobs,
+          advantage=float(advantage),
+          lag=version - trajectory.version,
+        )
+      )
+  names = [_name(t) for group in groups for t in group.trajectories]
+  return _pack(sequences, names, row_length, rows_per_batch)
+
+
+def pack_examples(
+  pairs: Sequence[Pair], *, row_length: int, rows_per_batch: int
+) -> list[types.PackedBatch]:
+  """Packs (prompt, completion) pairs for supervised training.
+
+  The loss mask covers the completions, whose advantages are 1, behavior
+  log-probabilities 0 and lags 0.
+  """
+  sequences = [
+    _Sequence(
+      prompt=prompt,
+      completion=completion,
+      behavior_logprobs=np.zeros(len(completion), np.float32),
+      advantage=1.0,
+      lag=0,
+    )
+    for prompt, completion in pairs
+  ]
+  names = [f"Pair {index}" for index in range(len(pairs))]
+  return _pack(sequences, names, row_length, rows_per_batch)
+
+
+def _name(trajectory: types.Trajectory) -> str:
+  return f"Group {trajectory.group_id}, member {trajectory.member}"
+
+
+def _check_group(group: types.Group, version: int) -> None:
+  """Refuses a group whose parts do not fit together."""
+  if len(group.rewards) != len(group.trajectories):
+    raise ValueError(
+      f"Group {group.group_id} has {len(group.trajectories)} trajectories but "
+      f"{len(group.rewards)} rewards: every member needs one."
+    )
+  for member, trajectory in enumerate(group.trajectories):
+    if (trajectory.group_id, trajectory.member) != (group.group_id, member):
+      raise ValueError(
+        f"Group {group.group_id} holds in place {member} the trajectory of "
+        f"group {trajectory.group_id}, member {trajectory.member}."
+      )
+    _check_trajectory(trajectory, version)
+
+
+def _check_trajectory(trajectory: types.Trajectory, version: int) -> None:
+  """Refuses a trajectory that an engine has delivered in pieces."""
+  name = _name(trajectory)
+  lengths = {
+    "completion": len(trajectory.completion),
+    "behavior_logprobs": len(trajectory.behavior_logprobs),
+    "token_versions": len(trajectory.token_versions),
+  }
+  if len(set(lengths.values())) != 1:
+    raise ValueError(f"{name}: lengths differ, {lengths}; they must be equal.")
+  logprobs = trajectory.behavior_logprobs
+  # Written so that NaN is refused as well.
+  is_bad = ~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB))
+  if is_bad.any():
+    index = int(is_bad.argmax())
+    raise ValueError(
+      f"{name}: behavior log-probability {logprobs[index]} at index {index}; "
+      "it must be finite and at most 0."
+    )
+  if trajectory.version > version:
+    raise ValueError(
+      f"{name}: sampled by version {trajectory.version}, but version {version} "
+      "is being trained: a trajectory cannot come from the future."
+    )
+
+
+def _pack(
+  sequences: list[_Sequence],
+  names: list[str],
+  row_length: int,
+  rows_per_batch: int,
+) -> list[types.PackedBatch]:
+  """Fills rows with the sequences and cuts the rows into micro-batches."""
+  if not sequences:
+    raise ValueError("Found 0 sequences to train on, need at least 1.")
+  for name, sequence in zip(names, sequences, strict=True):
+    if not len(sequence.prompt) or not len(sequence.completion):
+      raise ValueError(
+        f"{name}: prompt of {len(sequence.prompt)} and completion of "
+        f"{len(sequence.completion)} tokens; each needs at least 1."
+      )
+    if len(sequence) > row_length:
+      raise ValueError(
+        f"{name}: {len(sequence)} tokens do not fit into a row of {row_length}:"
+        " raise config.trainer.row_length."
+      )
+  rows = _fit([len(sequence) for sequence in sequences], row_length)
+  return [
+    _fill(
+      [[sequences[i] for i in row] for row in rows[at : at + rows_per_batch]],
+      row_length,
+      rows_per_batch,
+    )
+    for at in range(0, len(rows), rows_per_batch)
+  ]
+
+
+def _fit(lengths: list[int], row_length: int) -> list[list[int]]:
+  """Assigns indices of sequences to rows, first-fit decreasing.
+
+  At most 11/9 of the least number of rows, plus one.
+  Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
+  """
+  rows: list[list[int]] = []
+  room: list[int] = []
+  for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    length = lengths[index]
+    fitting = (row for row, left in enumerate(room) if left >= length)
+    row = next(fitting, len(rows))
+    if row == len(rows):
+      rows.append([])
+      room.append(row_length)
+    rows[row].append(index)
+    room[row] -= length
+  return rows
+
+
+def _fill(
+  rows: list[list[_Sequence]], row_length: int, rows_per_batch: int
+) -> types.PackedBatch:
+  """Writes the sequences of each row one after the other."""
+  shape = (rows_per_batch, row_length)
+  batch = types.PackedBatch(
+    tokens=np.zeros(shape, np.int32),
+    positions=np.zeros(shape, np.int32),
+    segment_ids=np.zeros(shape, np.int32),
+    loss_mask=np.zeros(shape, np.float32),
+    advantages=np.zeros(shape, np.float32),
+    behavior_logprobs=np.zeros(shape, np.float32),
+    lags=np.zeros(shape, np.int32),
+  )
+  for row, sequences in enumerate(rows):
+    start = 0
+    for segment_id, sequence in enumerate(sequences, start=1):
+      sampled = start + len(sequence.prompt)
+      end = start + len(sequence)
+      batch.tokens[row, start:sampled] = sequence.prompt
+      batch.tokens[row, sampled:end] = sequence.completion
+      batch.positions[row, start:end] = np.arange(len(sequence))
+      batch.segment_ids[row, start:end] = segment_id
+      batch.loss_mask[row, sampled:end] = 1.0
+      batch.advantages[row, sampled:end] = sequence.advantage
+      batch.behavior_logprobs[row, sampled:end] = sequence.behavior_logprobs
+      batch.lags[row, sampled:end] = sequence.lag
+      start = end
+  return batch

@@ -1,0 +1,280 @@
+"""The trainer: groups in, the next version's params and metrics out."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from dora_jax import interfaces, types
+from dora_jax.model import transformer
+from dora_jax.parallel import axes
+from dora_jax.trainer import (
+  advantages,
+  gradients,
+  health,
+  packing,
+  train_state,
+)
+
+_Phase = Literal["policy", "supervised"]
+
+
+class Trainer:
+  """Params, optimizer and train step on one mesh with axes (fsdp, tensor).
+
+  A step is one optimizer update, the mean of the loss over all sampled tokens
+  of its groups. It may start with a supervised phase (the cold start), which
+  has an optimizer of its own and makes no versions; the first `train` drops
+  that optimizer's state.
+
+  Attributes:
+    version: number of `train` steps behind the params. A step whose gradient
+      was not finite counts too: its trajectories are spent, its params are
+      those of the version before.
+  """
+
+  version: int
+
+  def __init__(
+    self,
+    *,
+    config: transformer.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    params: interfaces.Params,
+    optimizer: train_state.OptimizerSettings,
+    supervised_lr: float,
+    row_length: int,
+    rows_per_batch: int,
+    clip_low: float,
+    clip_high: float,
+    temperature: float,
+    compute_dtype: jax.typing.DTypeLike,
+    logprob_chunk: int,
+    remat: bool,
+    version: int = 0,
+  ) -> None:
+    """Copies the params onto the mesh; compiles at the first use.
+
+    Args:
+      config: of the model.
+      mesh: with axes "fsdp" and "tensor".
+      params: initial ones, in any dtype and layout; stay the caller's.
+      optimizer: for `train`.
+      supervised_lr: constant learning rate for `train_supervised`, which
+        takes the other settings from `optimizer`.
+      row_length: tokens in a packed row.
+      rows_per_batch: rows in a micro-batch.
+      clip_low: see losses.ppo_clip.
+      clip_high: see losses.ppo_clip.
+      temperature: at which the generators sample.
+      compute_dtype: of the forward and backward pass; params stay float32.
+      logprob_chunk: see logprobs.token_logprobs.
+      remat: see logprobs.token_logprobs.
+      version: of the initial params.
+    """
+    _check(mesh, rows_per_batch, temperature)
+    self.version = version
+    self._mesh = mesh
+    self._rows, hidden = axes.shardings(
+      [("row", "token"), ("row", "token", "norm")], mesh, axes.TRAIN
+    )
+    self._row_length = row_length
+    self._rows_per_batch = rows_per_batch
+    self._settings = gradients.LossSettings(
+      config=config,
+      clip_low=clip_low,
+      clip_high=clip_high,
+      temperature=temperature,
+      compute_dtype=compute_dtype,
+      logprob_chunk=logprob_chunk,
+      remat=remat,
+      hidden_sharding=hidden,
+    )
+    self._optimizers: dict[_Phase, train_state.OptimizerSettings] = {
+      "policy": optimizer,
+      "supervised": dataclasses.replace(
+        optimizer, lr=supervised_lr, warmup_steps=0, schedule="constant"
+      ),
+    }
+    self._num_nonfinite = 0
+    self._score = jax.jit(
+      functools.partial(
+        gradients.score, settings=self._settings, temperature=1.0
+      )
+    )
+    self._enter("policy", params)
+
+  def params(self) -> interfaces.Params:
+    """The float32 masters, sharded for training; valid until the next step."""
+    return self._state.params
+
+  def state(self) -> train_state.TrainState:
+    """What a checkpoint must hold beside `version`; valid until next step."""
+    return self._state
+
+  def abstract_state(self) -> train_state.TrainState:
+    """Shapes, dtypes and shardings of `state`, to restore into."""
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      self._state,
+    )
+
+  def restore(self, state: train_state.TrainState, *, version: int) -> None:
+    """Continues from a state saved after `train`; takes it over."""
+    if self._phase != "policy":
+      self._enter("policy", state.params)
+    self._state = state
+    self.version = version
+
+  def train(self, groups: Sequence[types.Group]) -> Mapping[str, float]:
+    """Makes one training step, advances `version` by one, returns metrics."""
+    batches = packing.pack_groups(
+      groups,
+      version=self.version,
+      row_length=self._row_length,
+      rows_per_batch=self._rows_per_batch,
+      eps=advantages.EPS,
+    )
+    if self._phase != "policy":
+      self._enter("policy", self._state.params)
+    metrics, stats = self._step(batches)
+    metrics |= health.ratio_metrics(batches, stats)
+    metrics |= health.group_metrics(groups, version=self.version)
+    self.version += 1
+    return {f"train/{name}": value for name, value in metrics.items()}
+
+  def train_supervised(
+    self, pairs: Sequence[packing.Pair]
+  ) -> Mapping[str, float]:
+    """Makes one update towards the completions of (prompt, completion) pairs.
+
+    Raises:
+      RuntimeError: after `train`, whose optimizer state it would destroy.
+    """
+    batches = packing.pack_examples(
+      pairs, row_length=self._row_length, rows_per_batch=self._rows_per_batch
+    )
+    if self._phase != "supervised":
+      if self.version or int(self._state.step):
+        raise RuntimeError(
+          f"Supervised training at version {self.version}: it must come before "
+          "the first policy step (set config.cold_start.steps to 0 on resume)."
+        )
+      self._enter("supervised", self._state.params)
+    metrics, _ = self._step(batches)
+    return {f"supervised/{name}": value for name, value in metrics.items()}
+
+  def logprobs_of(
+    self, params: interfaces.Params, tokens: Int[np.ndarray, "S"]
+  ) -> Float[np.ndarray, "S"]:
+    """Teacher-forced log-probabilities of one sequence, at temperature 1.
+
+    Args:
+      params: any version on the trainer mesh, in any dtype; computes in the
+        compute dtype.
+      tokens: of which the first has log-probability 0: nothing precedes it.
+    """
+    if len(tokens) > self._row_length:
+      raise ValueError(
+        f"A sequence of {len(tokens)} tokens does not fit into a row of "
+        f"{self._row_length}: raise config.trainer.row_length."
+      )
+    # One row for each share of the mesh; the others stay padding.
+    shape = (self._mesh.shape["fsdp"], self._row_length)
+    batch = {
+      name: np.zeros(shape, np.int32)
+      for name in ("tokens", "positions", "segment_ids")
+    }
+    batch["tokens"][0, : len(tokens)] = tokens
+    batch["positions"][0] = np.arange(self._row_length)
+    batch["segment_ids"][0, : len(tokens)] = 1
+    logprobs_BT, _ = self._score(params, jax.device_put(batch, self._rows))
+    return np.asarray(logprobs_BT)[0, : len(tokens)]
+
+  def _enter(self, phase: _Phase, params: interfaces.Params) -> None:
+    """Starts a phase at these params, with a fresh optimizer state."""
+    settings = self._optimizers[phase]
+    optimizer = train_state.make_optimizer(settings)
+    config = self._settings.config
+    abstract = transformer.abstract_params(config, dtype=jnp.float32)
+    names = transformer.logical_axes(config)
+    axes.check_divisible(abstract, names, self._mesh, axes.TRAIN)
+    shardings = train_state.state_shardings(
+      optimizer, abstract, axes.shardings(names, self._mesh, axes.TRAIN)
+    )
+    loss = {
+      "policy": gradients.policy_loss,
+      "supervised": gradients.supervised_loss,
+    }[phase]
+    self._phase: _Phase = phase
+    self._schedule = train_state.make_schedule(settings)
+    self._state = train_state.create_state(optimizer, params, shardings)
+    self._zeros = gradients.make_zeros(abstract, shardings)
+    self._accumulate = gradients.make_accumulate(
+      functools.partial(loss, settings=self._settings), shardings
+    )
+    self._update = gradients.make_update(optimizer, shardings)
+
+  def _step(
+    self, batches: Sequence[types.PackedBatch]
+  ) -> tuple[dict[str, float], list[gradients.TokenStats]]:
+    """One update over all micro-batches; the host waits once, at its end."""
+    _check_vocabulary(batches, self._settings.config.vocab_size)
+    denominator = np.float32(sum(batch.loss_mask.sum() for batch in batches))
+    sums = self._zeros()
+    losses, stats = [], []
+    for batch in batches:
+      sums, loss, stat = self._accumulate(
+        self._state.params,
+        sums,
+        gradients.put_batch(batch, self._rows),
+        denominator,
+      )
+      losses.append(loss)
+      stats.append(stat)
+    self._state, update = self._update(self._state, sums)
+    losses, stats, update = jax.device_get((losses, stats, update))
+    self._num_nonfinite += int(not update.is_applied)
+    return {
+      "loss": float(sum(losses)),
+      "grad_norm": float(update.grad_norm),
+      "lr": float(self._schedule(update.step)),
+      "nonfinite_steps": float(self._num_nonfinite),
+      **health.batch_metrics(batches, stats),
+    }, stats
+
+
+def _check(
+  mesh: jax.sharding.Mesh, rows_per_batch: int, temperature: float
+) -> None:
+  """Refuses settings that no step could work with."""
+  num_shares = mesh.shape["fsdp"]
+  if rows_per_batch % num_shares:
+    raise ValueError(
+      f"{rows_per_batch} rows per batch do not divide among {num_shares} "
+      "devices: make config.trainer.rows_per_batch a multiple of "
+      "config.mesh.trainer_fsdp."
+    )
+  if temperature <= 0.0:
+    raise ValueError(
+      f"Temperature is {temperature}; training needs sampling above 0: raise "
+      "config.generator.temperature."
+    )
+
+
+def _check_vocabulary(
+  batches: Sequence[types.PackedBatch], vocab_size: int
+) -> None:
+  """Refuses tokens that the model would silently take for others."""
+  for batch in batches:
+    low, high = batch.tokens.min(), batch.tokens.max()
+    if low < 0 or high >= vocab_size:
+      raise ValueError(
+        f"Token ids reach from {low} to {high}, but the model knows 0 to "
+        f"{vocab_size - 1}: the tokenizer must match config.model."
+      )
