@@ -95,13 +95,7 @@ class PromptTask:
         max_prompt_tokens,
       )
     self._heldout = _draw_heldout(candidates, num=num_heldout, seed=seed)
-    asked = {problem.example.question for problem in self._heldout}
-    self._train = [p for p in problems if p.example.question not in asked]
-    if not self._train:
-      raise ValueError(
-        f"No training prompt is left of {len(problems)} once {num_heldout} are"
-        " held out: lower config.task.num_heldout."
-      )
+    self._train = _without(self._heldout, problems)
     self.num_train = len(self._train)
     # grain repeats a permutation that depends on (seed, epoch) alone.
     stream = grain.MapDataset.source([p.prompt for p in self._train]).seed(seed)
@@ -192,6 +186,20 @@ class PromptTask:
       f" {self._max_prompt_tokens} may be: raise config.task.max_prompt_tokens,"
       " or set config.task.on_long_prompt to 'skip'."
     )
+
+
+def _without(
+  heldout: Sequence[_Problem], problems: Sequence[_Problem]
+) -> list[_Problem]:
+  """The problems that ask none of the held-out questions."""
+  asked = {problem.example.question for problem in heldout}
+  left = [p for p in problems if p.example.question not in asked]
+  if not left:
+    raise ValueError(
+      f"No training prompt is left of {len(problems)} once {len(heldout)} are"
+      " held out: lower config.task.num_heldout."
+    )
+  return left
 
 
 def _draw_heldout(

@@ -156,18 +156,7 @@ def read_file(
   Raises:
     ValueError: a row lacks a column, or holds what is no text; none is there.
   """
-  for key in columns:
-    lookup.check_name(
-      key,
-      ("question", "answer", "worked"),
-      what="column role",
-      field="config.task.columns",
-    )
-  for key in ("question", "answer"):
-    if key not in columns:
-      raise ValueError(
-        f"The column of the {key} is missing: set config.task.columns.{key}."
-      )
+  _check_columns(columns)
   extract = lookup.find_function(
     extract_name or "as_is",
     EXTRACTORS,
@@ -181,6 +170,21 @@ def read_file(
     for where, row in itertools.islice(rows(pathlib.Path(path)), size or None)
   ]
   return _refuse_empty(examples, str(path), "config.task.path")
+
+
+def _check_columns(columns: Mapping[str, str]) -> None:
+  for key in columns:
+    lookup.check_name(
+      key,
+      ("question", "answer", "worked"),
+      what="column role",
+      field="config.task.columns",
+    )
+  for key in ("question", "answer"):
+    if key not in columns:
+      raise ValueError(
+        f"The column of the {key} is missing: set config.task.columns.{key}."
+      )
 
 
 def _parse_row(
