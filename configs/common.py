@@ -10,7 +10,8 @@ A named config starts from these and changes what its experiment is about:
     return config
 
 The config is locked: a misspelt field fails, with the nearest name. Only
-`task.params` is open, for it holds whatever the task's source takes.
+`task.params` and `task.reward_params` are open, for they hold whatever the
+task's source and reward take.
 """
 
 from ml_collections import config_dict
@@ -33,6 +34,7 @@ def get_config() -> config_dict.ConfigDict:
   config.runtime = _runtime()
   config.lock()
   config.task.params.unlock()
+  config.task.reward_params.unlock()
   return config
 
 
@@ -90,6 +92,7 @@ def _task() -> config_dict.ConfigDict:
   task.on_long_prompt = "error"  # "skip" | "error"
   task.shuffle = True  # anew in each epoch
   task.reward = "exact_match"  # registered name, or "package.module:function"
+  task.reward_params = config_dict.ConfigDict()  # of the reward; open
   task.reward_workers = 1  # processes
   task.reward_timeout_s = 10.0  # of one score, from when a worker begins it
   return task
@@ -100,7 +103,7 @@ def _cold_start() -> config_dict.ConfigDict:
   cold_start.steps = 0  # supervised updates before version 0; 0 = none
   cold_start.batch_size = 64  # (prompt, completion) pairs an update
   cold_start.lr = 1e-3
-  cold_start.target_accuracy = 1.0  # held-out share at which it ends early
+  cold_start.prefix = ""  # text between a prompt and its worked answer
   return cold_start
 
 
@@ -166,6 +169,7 @@ def _evaluation() -> config_dict.ConfigDict:
   evaluation.num_prompts = 0  # of the held-out ones; 0 = no evaluation
   evaluation.temperature = 0.0  # 0 takes the likeliest token
   evaluation.samples_per_prompt = 1
+  evaluation.solved_reward = 1.0  # least reward of a solved prompt
   return evaluation
 
 

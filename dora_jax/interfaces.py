@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Float, Int
+
 from dora_jax import types
 
 # A nested dict of arrays with the same structure wherever params appear.
@@ -49,6 +52,14 @@ class Generator(Protocol):
 
   def load(self, version: int, params: Params) -> None:
     """Serves these params from now on; refused while requests are live."""
+    ...
+
+  def unload(self) -> None:
+    """Lets go of its params; refused while requests are live."""
+    ...
+
+  def score(self, tokens: Int[np.ndarray, "S"]) -> Float[np.ndarray, "T"]:
+    """Log-probabilities of all tokens but the first, by what is loaded."""
     ...
 
   def submit(self, requests: Sequence[types.Request]) -> None:

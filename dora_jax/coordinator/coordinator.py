@@ -317,25 +317,24 @@ class Coordinator:
     unfinished = (v for v, n in self.ledger.num_unfinished.items() if n)
     return sorted({self.newest_version, *unfinished})
 
-  def waits(self) -> list[str]:
-    """Says who waits for what, one line each, for the progress view."""
-    lines = []
+  def waits(self) -> list[tuple[str, str]]:
+    """Says who waits for what, as pairs, for the progress view."""
+    pairs = []
     if not self._is_training:
       lacking = self._view().batch_size - len(self.ledger.ready)
       oldest = next(iter(self.ledger.open.values()), None)
       if lacking > 0:
-        lines.append(f"trainer waits for {lacking} groups")
+        pairs.append(("trainer", f"{lacking} more groups"))
       elif oldest is not None:
-        lines.append(
-          f"trainer waits for the last of version {oldest.version}, group "
-          f"{oldest.group_id}"
+        pairs.append(
+          ("trainer", f"group {oldest.group_id} of version {oldest.version}")
         )
     for g in self._generators.values():
       if g.loading is not None:
-        lines.append(f"generator {g.generator_id} waits for version {g.loading}")
+        pairs.append((f"generator {g.generator_id}", f"version {g.loading}"))
       elif g.num_live == 0:
-        lines.append(f"generator {g.generator_id} waits for prompts")
-    return lines
+        pairs.append((f"generator {g.generator_id}", "prompts"))
+    return pairs
 
   def snapshot(self) -> dict[str, Any]:
     """The state as JSON-able data, written beside the report of a stall."""

@@ -1,0 +1,112 @@
+"""Trains a policy by reinforcement learning, as a config file describes.
+
+  python -m dora_jax.main --config=configs/NAME.py --workdir=DIR
+
+Any field of the config can be set on the way: --config.trainer.lr=1e-6. The exit
+status is 0 where the run ended as it should and every promise held, 1 where one
+was broken or a part failed, 2 where the config cannot be run, 130 after Ctrl-C.
+"""
+
+import pathlib
+import re
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from dora_jax import config as config_lib
+from dora_jax.runtime import build, cold_start, local
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Python file with get_config().", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is made.")
+
+EXIT_BROKEN = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def run(config: Any, workdir: pathlib.Path, *, command: str) -> int:
+  """Runs a valid config to the end; returns the exit status."""
+  start_s = time.perf_counter()
+  with build.build(config, workdir) as made:
+    if config.cold_start.steps:
+      cold_start.cold_start(
+        made.trainer,
+        made.task.worked_examples(prefix=config.cold_start.prefix),
+        num_steps=config.cold_start.steps,
+        batch_size=config.cold_start.batch_size,
+        seed=config.seed,
+        note=made.record.note,
+      )
+    made.trainer_part.publish()
+    if config.checkpoint.every_steps:
+      made.trainer_part.save()
+    ready_s = time.perf_counter()
+    made.record.note(f"ready after {ready_s - start_s:.1f} s")
+    reason = made.runtime.run()
+    made.trainer_part.save()
+    broken = made.record.summarise(
+      extra={"seconds_before": ready_s - start_s}, command=command
+    )
+  for sentence in broken:
+    logging.error("A promise was broken: %s", sentence)
+  if reason == "sigint":
+    return EXIT_INTERRUPTED
+  if reason == "data_exhausted":
+    logging.info("The data ended before config.coordinator.num_steps.")
+  return EXIT_BROKEN if broken else 0
+
+
+def prepare_devices(config: Any) -> None:
+  """Makes the CPU devices that the config asks for; before JAX starts."""
+  if config.mesh.host_devices:
+    jax.config.update("jax_num_cpu_devices", config.mesh.host_devices)
+
+
+def main(argv: list[str]) -> int:
+  """Checks the config, then runs it."""
+  if not flags.FLAGS["verbosity"].present:
+    # Orbax tells of every file that it writes.
+    logging.set_verbosity(logging.WARNING)
+  config = _CONFIG.value
+  try:
+    if len(argv) > 1:
+      raise ValueError(f"Arguments {argv[1:]} mean nothing: use --config.FIELD.")
+    prepare_devices(config)
+    config_lib.validate(config, num_devices=len(jax.devices()))
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_CONFIG
+  workdir = pathlib.Path(_WORKDIR.value)
+  command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
+  try:
+    return run(config, workdir, command=command)
+  except local.PartFailed as error:
+    logging.exception("The run has ended: %s", error)
+    return EXIT_BROKEN
+
+
+def unknown_field(argv: list[str]) -> str | None:
+  """What is wrong with a --config.FIELD that does not exist, if one is.
+
+  Asked before the flags are parsed, for ml_collections ends that in a traceback.
+  """
+  paths = [a.partition("=")[2] for a in argv if re.match("--?config=", a)]
+  if not paths:
+    return None
+  config = config_lib.load(paths[-1].partition(":")[0])
+  return config_lib.explain_unknown(argv, config)
+
+
+if __name__ == "__main__":
+  if (wrong := unknown_field(sys.argv[1:])) is not None:
+    print(f"error: {wrong}", file=sys.stderr)
+    sys.exit(EXIT_CONFIG)
+  flags.mark_flags_as_required(["config", "workdir"])
+  app.run(main)

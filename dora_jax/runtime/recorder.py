@@ -1,0 +1,232 @@
+"""Everything that a run leaves behind: metrics, samples, summary, progress."""
+
+import collections
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from absl import logging
+
+from dora_jax import metrics as metrics_lib
+from dora_jax import trace, types
+from dora_jax.coordinator import coordinator as coordinator_lib
+from dora_jax.runtime import evaluation as evaluation_lib
+from dora_jax.runtime import progress, summary
+
+
+class Recorder:
+  """Counts and writes; decides nothing. Used by the runtime's thread.
+
+  Attributes:
+    num_mixed: trajectories with a token that another version sampled.
+  """
+
+  def __init__(
+    self,
+    *,
+    workdir: pathlib.Path,
+    coordinator: coordinator_lib.Coordinator,
+    timeline: trace.Trace,
+    num_steps: int,
+    max_staleness: int,
+    decode: Callable[[Sequence[int]], str],
+    generator_busy_s: Callable[[], float],
+    num_generator_meshes: int,
+    stream: TextIO = sys.stdout,
+  ):
+    self.num_mixed = 0
+    self._workdir = workdir
+    self._coordinator = coordinator
+    self._trace = timeline
+    self._max_staleness = max_staleness
+    self._decode = decode
+    self._generator_busy_s = generator_busy_s
+    self._num_generator_meshes = num_generator_meshes
+    self._metrics = metrics_lib.MetricsWriter(workdir)
+    self._progress = progress.Progress(num_steps, stream)
+    self._start_s = time.perf_counter()
+    self._last_s = self._start_s
+    self._trained_tokens = 0
+    self._sampled_tokens = 0
+    self._last_tokens = 0
+    self._reward: float | None = None
+    self._lag_mean: float | None = None
+    self._accuracies: dict[int, float] = {}
+    self._waits_since_s: dict[tuple[str, str], float] = {}
+    self._score_errors: collections.Counter[str] = collections.Counter()
+    folder = workdir / "trajectories"
+    folder.mkdir(parents=True, exist_ok=True)
+    self._samples = (folder / "sampled.jsonl").open("a", encoding="utf-8")
+
+  def start_clock(self) -> None:
+    """Marks the beginning of what `seconds` counts."""
+    self._start_s = self._last_s = time.perf_counter()
+
+  def note(self, text: str) -> None:
+    """Prints a line that stays."""
+    self._progress.note(text)
+
+  def trajectory(self, trajectory: types.Trajectory) -> None:
+    """Counts a finished trajectory, and checks C1 by the engine's stamps."""
+    self._sampled_tokens += len(trajectory.completion)
+    if (trajectory.token_versions != trajectory.version).any():
+      self.num_mixed += 1
+
+  def score_error(self, group_id: int, member: int, error: str) -> None:
+    """Counts a reward that could not be had; logs each kind once by id."""
+    kind = error.split(":")[0]
+    self._score_errors[kind] += 1
+    if self._score_errors[kind] == 1:
+      logging.error(
+        "Group %d, member %d could not be scored, and its group is replaced: "
+        "%s (further ones of this kind are only counted)",
+        group_id,
+        member,
+        progress.printable(error),
+      )
+
+  def batch(self, groups: Sequence[types.Group], *, step: int) -> None:
+    """Counts the tokens of a batch and writes down its first trajectory."""
+    for group in groups:
+      for trajectory in group.trajectories:
+        self._trained_tokens += len(trajectory.prompt)
+        self._trained_tokens += len(trajectory.completion)
+    group, trajectory = groups[0], groups[0].trajectories[0]
+    line = {
+      "step": step,
+      "group_id": group.group_id,
+      "version": trajectory.version,
+      "lag": step - trajectory.version,
+      "prompt": group.prompt.text,
+      "completion": self._decode(trajectory.completion.tolist()),
+      "answer": group.prompt.answer,
+      "reward": float(group.rewards[0]),
+      "finish_reason": trajectory.finish_reason,
+      "prompt_tokens": trajectory.prompt.tolist(),
+      "completion_tokens": trajectory.completion.tolist(),
+      "behavior_logprobs": trajectory.behavior_logprobs.tolist(),
+    }
+    self._samples.write(json.dumps(line) + "\n")
+
+  def step(self, version: int, values: Mapping[str, float]) -> None:
+    """Writes what a step measured."""
+    now_s = time.perf_counter()
+    alive = self._coordinator.versions_alive()
+    waits = self._coordinator.trainer_wait_s
+    ledger = self._coordinator.ledger
+    tokens = self._trained_tokens - self._last_tokens
+    self._reward = values["train/reward_mean"]
+    self._lag_mean = values["train/lag_mean"]
+    self._metrics.write(
+      version,
+      {
+        **values,
+        "rollout/tokens_per_s": tokens / (now_s - self._last_s),
+        "rollout/sampled_tokens": self._sampled_tokens,
+        "rollout/versions_alive": len(alive),
+        "rollout/groups_open": len(ledger.open),
+        "rollout/groups_ready": len(ledger.ready),
+        "rollout/groups_dropped": ledger.num_dropped(),
+        "rollout/generator_idle_share": self._idle_share(now_s),
+        "rollout/mixed": self.num_mixed,
+        "rollout/trainer_wait_data_s": waits["data"],
+        "rollout/trainer_wait_straggler_s": waits["straggler"],
+      },
+    )
+    self._trace.counter("reward", now_s, mean=self._reward)
+    self._trace.counter("versions alive", now_s, count=len(alive))
+    self._last_s, self._last_tokens = now_s, self._trained_tokens
+
+  def evaluation(self, result: evaluation_lib.Result) -> None:
+    """Writes what an evaluation measured."""
+    self._accuracies[result.version] = result.accuracy
+    self._metrics.write(
+      result.version,
+      {
+        "evaluation/accuracy": result.accuracy,
+        "evaluation/reward_mean": result.reward_mean,
+        "evaluation/length_mean": result.length_mean,
+        "evaluation/failed": result.num_failed,
+      },
+    )
+    self.note(
+      f"version {result.version}: {result.accuracy:.1%} of "
+      f"{result.num_scored} held-out completions solved"
+    )
+
+  def refresh(self) -> None:
+    """Shows where the run stands."""
+    now_s = time.perf_counter()
+    pairs = self._coordinator.waits()
+    self._waits_since_s = {
+      pair: self._waits_since_s.get(pair, now_s) for pair in pairs
+    }
+    waits = sorted(self._waits_since_s.items(), key=lambda item: item[1])
+    version = self._coordinator.newest_version
+    self._progress.update(
+      progress.Status(
+        step=version,
+        reward=self._reward,
+        accuracy=self._accuracies[max(self._accuracies)]
+        if self._accuracies
+        else None,
+        tokens_per_s=self._trained_tokens / max(now_s - self._start_s, 1e-9),
+        versions_alive=tuple(self._coordinator.versions_alive()),
+        lag_mean=self._lag_mean,
+        waits=tuple(
+          progress.Wait(who=who, what=what, waited_s=now_s - since_s)
+          for (who, what), since_s in waits[:3]
+        ),
+      )
+    )
+
+  def summarise(self, *, extra: Mapping[str, float], command: str) -> list[str]:
+    """Writes summary.json, prints the closing table.
+
+    Returns:
+      The promises that were broken, a sentence each.
+    """
+    ledger = self._coordinator.ledger
+    seconds = time.perf_counter() - self._start_s
+    size = ledger.group_size
+    dropped = {name: len(ids) * size for name, ids in ledger.dropped.items()}
+    values: dict[str, float] = {
+      "seconds": seconds,
+      "steps": self._coordinator.newest_version,
+      "tokens_per_s": self._trained_tokens / seconds,
+      "versions_alive_max": self._coordinator.versions_alive_max,
+      "lag_max": max((lag for lag in ledger.lag_counts), default=0),
+      "mixed": self.num_mixed,
+      "dropped": sum(dropped.values()),
+      "generator_idle_share": self._idle_share(time.perf_counter()),
+      "trainer_wait_data_s": self._coordinator.trainer_wait_s["data"],
+      "trainer_wait_straggler_s": self._coordinator.trainer_wait_s["straggler"],
+      **{f"lag_count/{lag}": n for lag, n in ledger.lag_counts.items()},
+      **extra,
+    }
+    if self._accuracies:
+      values["accuracy_before"] = self._accuracies[min(self._accuracies)]
+      values["accuracy_after"] = self._accuracies[max(self._accuracies)]
+    summary.write_summary(self._workdir, values, command=command)
+    self._progress.close()
+    table = summary.closing_table(
+      values, lag_counts=ledger.lag_counts, dropped_by_reason=dropped
+    )
+    for line in table.splitlines():
+      self.note(line)
+    return summary.broken_promises(values, max_staleness=self._max_staleness)
+
+  def close(self) -> None:
+    """Closes every file; what was written stays valid."""
+    self._progress.close()
+    self._metrics.close()
+    self._samples.close()
+    self._trace.close()
+
+  def _idle_share(self, now_s: float) -> float:
+    """Share of the generator meshes' time in which none had a request."""
+    elapsed_s = max(now_s - self._start_s, 1e-9) * self._num_generator_meshes
+    return max(0.0, 1.0 - self._generator_busy_s() / elapsed_s)
