@@ -6,6 +6,7 @@ of the micro-batches, however the rows are split over micro-batches or devices.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -54,12 +55,12 @@ class UpdateStats(NamedTuple):
   Attributes:
     grad_norm: global norm of the gradient, before the clip.
     is_applied: whether it was finite; otherwise nothing changed.
-    step: number of updates before this one.
+    lr: learning rate of this update.
   """
 
   grad_norm: Any
   is_applied: Any
-  step: Any
+  lr: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,16 @@ def supervised_loss(
   return losses.sum_where(loss_BT, mask_BT) / denominator, stats
 
 
-def make_accumulate(loss: Loss, shardings: train_state.TrainState) -> Callable:
+@functools.lru_cache
+def make_score(settings: LossSettings) -> Callable:
+  """Jits (params, batch) -> `score` at temperature 1."""
+  return jax.jit(functools.partial(score, settings=settings, temperature=1.0))
+
+
+@functools.lru_cache
+def make_accumulate(
+  loss: Loss, settings: LossSettings, mesh: jax.sharding.Mesh
+) -> Callable:
   """Jits (params, sum, batch, denominator) -> (sum, loss, TokenStats).
 
   The sum of gradients, float32 and sharded as the params, is donated.
@@ -186,39 +196,48 @@ def make_accumulate(loss: Loss, shardings: train_state.TrainState) -> Callable:
 
   def accumulate(params, gradients, batch, denominator):
     (value, stats), new = jax.value_and_grad(loss, has_aux=True)(
-      params, batch, denominator
+      params, batch, denominator, settings=settings
     )
     return jax.tree.map(jnp.add, gradients, new), value, stats
 
+  _, shardings = train_state.param_layout(settings.config, mesh)
+  # Stats are small; replicated, every host can read them whole.
+  replicated = jax.NamedSharding(mesh, jax.P())
   return jax.jit(
     accumulate,
     donate_argnums=1,
-    # Stats are small; replicated, every host can read them whole.
-    out_shardings=(shardings.params, shardings.step, shardings.step),
+    out_shardings=(shardings, replicated, replicated),
   )
 
 
-def make_zeros(abstract_params, shardings: train_state.TrainState) -> Callable:
+@functools.lru_cache
+def make_zeros(
+  config: transformer.ModelConfig, mesh: jax.sharding.Mesh
+) -> Callable:
   """Jits () -> a sum of no gradients."""
+  shapes, shardings = train_state.param_layout(config, mesh)
 
   def zeros():
-    return jax.tree.map(
-      lambda x: jnp.zeros(x.shape, jnp.float32), abstract_params
-    )
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-  return jax.jit(zeros, out_shardings=shardings.params)
+  return jax.jit(zeros, out_shardings=shardings)
 
 
+@functools.lru_cache
 def make_update(
-  optimizer: optax.GradientTransformation, shardings: train_state.TrainState
+  config: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  settings: train_state.OptimizerSettings,
 ) -> Callable:
   """Jits (state, gradients) -> (state, UpdateStats); the state is donated.
 
   A gradient that is not finite leaves params, moments and step as they were.
   """
+  optimizer = train_state.make_optimizer(settings)
+  schedule = train_state.make_schedule(settings)
 
   def update(state, gradients):
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = optax.tree.norm(gradients)
     is_finite = jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(
       gradients, state.opt_state, state.params
@@ -230,10 +249,13 @@ def make_update(
     )
     kept = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, state)
     stats = UpdateStats(
-      grad_norm=grad_norm, is_applied=is_finite, step=state.step
+      grad_norm=grad_norm,
+      is_applied=is_finite,
+      lr=jnp.asarray(schedule(state.step), jnp.float32),
     )
     return kept, stats
 
+  shardings = train_state.state_shardings(config, mesh, settings)
   return jax.jit(
     update, donate_argnums=0, out_shardings=(shardings, shardings.step)
   )

@@ -1,6 +1,12 @@
-"""What the trainer keeps on its devices between steps, and its optimizer."""
+"""What the trainer keeps on its devices between steps, and its optimizer.
+
+Functions that jit are cached by their arguments: a second trainer of the same
+settings (on resume, in tests) compiles nothing.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -8,6 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from dora_jax import interfaces
+from dora_jax.model import transformer
+from dora_jax.parallel import axes
 
 
 @jax.tree_util.register_dataclass
@@ -112,30 +120,47 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
   return optax.GradientTransformation(chain.init, update)
 
 
+@functools.lru_cache
+def param_layout(
+  config: transformer.ModelConfig, mesh: jax.sharding.Mesh
+) -> tuple[interfaces.Params, interfaces.Params]:
+  """Shapes of the float32 params, and their shardings for training."""
+  shapes = transformer.abstract_params(config, dtype=jnp.float32)
+  names = transformer.logical_axes(config)
+  axes.check_divisible(shapes, names, mesh, axes.TRAIN)
+  return shapes, axes.shardings(names, mesh, axes.TRAIN)
+
+
+@functools.lru_cache
 def state_shardings(
-  optimizer: optax.GradientTransformation, abstract_params, param_shardings
+  config: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  settings: OptimizerSettings,
 ) -> TrainState:
   """Shards the optimizer's moments as the params, and replicates the rest."""
-  mesh = jax.tree.leaves(param_shardings)[0].mesh
+  optimizer = make_optimizer(settings)
+  shapes, shardings = param_layout(config, mesh)
   replicated = jax.NamedSharding(mesh, jax.P())
   opt_shardings = optax.tree_map_params(
     optimizer,
     lambda _, sharding: sharding,
-    jax.eval_shape(optimizer.init, abstract_params),
-    param_shardings,
+    jax.eval_shape(optimizer.init, shapes),
+    shardings,
     transform_non_params=lambda _: replicated,
   )
-  return TrainState(
-    params=param_shardings, opt_state=opt_shardings, step=replicated
-  )
+  return TrainState(params=shardings, opt_state=opt_shardings, step=replicated)
 
 
-def create_state(
-  optimizer: optax.GradientTransformation, params, shardings: TrainState
-) -> TrainState:
-  """Copies the params into a fresh state; the caller's arrays stay valid."""
+@functools.lru_cache
+def make_create(
+  config: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  settings: OptimizerSettings,
+) -> Callable[[interfaces.Params], TrainState]:
+  """Jits params -> a fresh state with a copy of them."""
+  optimizer = make_optimizer(settings)
 
-  def create(params) -> TrainState:
+  def create(params: interfaces.Params) -> TrainState:
     # The copy keeps jit from handing the caller's buffers on, which the first
     # update would then donate.
     params = jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params)
@@ -145,5 +170,4 @@ def create_state(
       step=jnp.zeros((), jnp.int32),
     )
 
-  placed = jax.device_put(params, shardings.params)
-  return jax.jit(create, out_shardings=shardings)(placed)
+  return jax.jit(create, out_shardings=state_shardings(config, mesh, settings))

@@ -1,12 +1,10 @@
 """The trainer: groups in, the next version's params and metrics out."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -102,11 +100,7 @@ class Trainer:
       ),
     }
     self._num_nonfinite = 0
-    self._score = jax.jit(
-      functools.partial(
-        gradients.score, settings=self._settings, temperature=1.0
-      )
-    )
+    self._score = gradients.make_score(self._settings)
     self._enter("policy", params)
 
   def params(self) -> interfaces.Params:
@@ -199,26 +193,18 @@ class Trainer:
   def _enter(self, phase: _Phase, params: interfaces.Params) -> None:
     """Starts a phase at these params, with a fresh optimizer state."""
     settings = self._optimizers[phase]
-    optimizer = train_state.make_optimizer(settings)
-    config = self._settings.config
-    abstract = transformer.abstract_params(config, dtype=jnp.float32)
-    names = transformer.logical_axes(config)
-    axes.check_divisible(abstract, names, self._mesh, axes.TRAIN)
-    shardings = train_state.state_shardings(
-      optimizer, abstract, axes.shardings(names, self._mesh, axes.TRAIN)
-    )
     loss = {
       "policy": gradients.policy_loss,
       "supervised": gradients.supervised_loss,
     }[phase]
+    config, mesh = self._settings.config, self._mesh
+    create = train_state.make_create(config, mesh, settings)
+    _, shardings = train_state.param_layout(config, mesh)
     self._phase: _Phase = phase
-    self._schedule = train_state.make_schedule(settings)
-    self._state = train_state.create_state(optimizer, params, shardings)
-    self._zeros = gradients.make_zeros(abstract, shardings)
-    self._accumulate = gradients.make_accumulate(
-      functools.partial(loss, settings=self._settings), shardings
-    )
-    self._update = gradients.make_update(optimizer, shardings)
+    self._state = create(jax.device_put(params, shardings))
+    self._zeros = gradients.make_zeros(config, mesh)
+    self._accumulate = gradients.make_accumulate(loss, self._settings, mesh)
+    self._update = gradients.make_update(config, mesh, settings)
 
   def _step(
     self, batches: Sequence[types.PackedBatch]
@@ -243,7 +229,7 @@ class Trainer:
     return {
       "loss": float(sum(losses)),
       "grad_norm": float(update.grad_norm),
-      "lr": float(self._schedule(update.step)),
+      "lr": float(update.lr),
       "nonfinite_steps": float(self._num_nonfinite),
       **health.batch_metrics(batches, stats),
     }, stats
