@@ -4,7 +4,7 @@ WORKDIR ?= runs/quickstart
 # The parity tests need a CPU build. Where the package index holds a CUDA build
 # under this name, give a wheel's path, or let PIP_FIND_LINKS name its folder.
 TORCH ?= torch==2.13.0
-# Two processes halve the time of the tests on two cores.
+# One process a core of the smallest machine that we mean to run on.
 PYTEST_ARGS ?= -n 2
 
 BIN := .venv/bin
