@@ -92,32 +92,30 @@ class Block(nnx.Module):
   Source: LLaMA, section 2.2 (https://arxiv.org/abs/2302.13971).
   """
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
-    weight = declare.Declare(config.axis_sizes, rngs, dtype)
-    from_width = declare.normal(config.width)
+  def __init__(self, config: ModelConfig, draw: declare.Draw, dtype: Any):
+    weights = declare.Declare(config.axis_sizes, draw, dtype)
     query = ("kv_head", "query_group", "head_width")
     key = ("kv_head", "head_width")
+    width, heads_width = config.width, config.num_heads * config.head_width
     # So that the residual stream's scale does not grow with depth (GPT-2, 2.3).
     depth = 2 * config.num_layers
-    from_heads = declare.normal(config.num_heads * config.head_width * depth)
-    from_mlp = declare.normal(config.mlp_width * depth)
     self.config = config
-    self.attention_norm = weight("norm", init=declare.ONES)
-    self.query = weight("embed", *query, init=from_width)
-    self.key = weight("embed", *key, init=from_width)
-    self.value = weight("embed", *key, init=from_width)
-    self.output = weight(*query, "embed", init=from_heads)
+    self.attention_norm = weights.constant("norm", value=1.0)
+    self.query = weights.normal("embed", *query, fan_in=width)
+    self.key = weights.normal("embed", *key, fan_in=width)
+    self.value = weights.normal("embed", *key, fan_in=width)
+    self.output = weights.normal(*query, "embed", fan_in=heads_width * depth)
     if config.qkv_bias:
-      self.query_bias = weight(*query, init=declare.ZEROS)
-      self.key_bias = weight(*key, init=declare.ZEROS)
-      self.value_bias = weight(*key, init=declare.ZEROS)
+      self.query_bias = weights.constant(*query, value=0.0)
+      self.key_bias = weights.constant(*key, value=0.0)
+      self.value_bias = weights.constant(*key, value=0.0)
     if config.qk_norm:
-      self.query_norm = weight("head_width", init=declare.ONES)
-      self.key_norm = weight("head_width", init=declare.ONES)
-    self.mlp_norm = weight("norm", init=declare.ONES)
-    self.gate = weight("embed", "mlp", init=from_width)
-    self.up = weight("embed", "mlp", init=from_width)
-    self.down = weight("mlp", "embed", init=from_mlp)
+      self.query_norm = weights.constant("head_width", value=1.0)
+      self.key_norm = weights.constant("head_width", value=1.0)
+    self.mlp_norm = weights.constant("norm", value=1.0)
+    self.gate = weights.normal("embed", "mlp", fan_in=width)
+    self.up = weights.normal("embed", "mlp", fan_in=width)
+    self.down = weights.normal("mlp", "embed", fan_in=config.mlp_width * depth)
 
   def __call__(
     self,
@@ -156,8 +154,8 @@ class Block(nnx.Module):
       query_BTKGH += self.query_bias[...][None, None]
       key_BTKH += self.key_bias[...][None, None]
       value_BTKH += self.value_bias[...][None, None]
+    eps = config.norm_eps
     if config.qk_norm:
-      eps = config.norm_eps
       query_BTKGH = norm.rms_norm(query_BTKGH, self.query_norm[...], eps)
       key_BTKH = norm.rms_norm(key_BTKH, self.key_norm[...], eps)
     frequencies = rope.inverse_frequencies(
@@ -171,17 +169,16 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
   """Embedding, L blocks stacked on a leading axis, final norm, output head."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
-    weight = declare.Declare(config.axis_sizes, rngs, dtype)
-    make_block = lambda key: Block(config, nnx.Rngs(params=key), dtype)
-    from_width = declare.normal(config.width)
+  def __init__(
+    self, config: ModelConfig, blocks: Block, draw: declare.Draw, dtype: Any
+  ):
+    weights = declare.Declare(config.axis_sizes, draw, dtype)
     self.config = config
-    self.embed = weight("vocab", "embed", init=from_width)
-    keys = jax.random.split(rngs.params(), config.num_layers)
-    self.blocks = nnx.vmap(make_block)(keys)
-    self.final_norm = weight("norm", init=declare.ONES)
+    self.embed = weights.normal("vocab", "embed", fan_in=config.width)
+    self.blocks = blocks
+    self.final_norm = weights.constant("norm", value=1.0)
     if not config.tied_head:
-      self.head = weight("vocab", "embed", init=from_width)
+      self.head = weights.normal("vocab", "embed", fan_in=config.width)
 
   def __call__(
     self,
@@ -194,11 +191,9 @@ class Transformer(nnx.Module):
     sharding: jax.sharding.Sharding | None,
   ) -> tuple[Float[jax.Array, "B T D"], Any]:
     """Hidden states after the final norm; see `forward`."""
-    constrain = lambda hidden_BTD: (
-      hidden_BTD
-      if sharding is None
-      else jax.lax.with_sharding_constraint(hidden_BTD, sharding)
-    )
+    constrain = lambda hidden_BTD: hidden_BTD
+    if sharding is not None:
+      constrain = lambda x: jax.lax.with_sharding_constraint(x, sharding)
     block_def, block_states = nnx.split(self.blocks)
 
     def apply_block(carry, layer_and_state):
@@ -219,37 +214,40 @@ class Transformer(nnx.Module):
     return norm.rms_norm(hidden_BTD, self.final_norm[...], eps), kv
 
 
+def _build(config: ModelConfig, key: jax.Array, dtype: Any) -> Transformer:
+  """The module with random weights."""
+  blocks_key, top_key = jax.random.split(key)
+  keys_L = jax.random.split(blocks_key, config.num_layers)
+  make_block = lambda draw: Block(config, draw, dtype)
+  blocks = declare.build_layers(make_block, keys_L)
+  make_top = lambda draw: Transformer(config, blocks, draw, dtype)
+  return declare.build(make_top, top_key)
+
+
 @functools.lru_cache
 def _structure(config: ModelConfig) -> tuple[Any, Any]:
   """The module's structure and its abstract fp32 weights, with their axes."""
-  make = lambda key: Transformer(config, nnx.Rngs(params=key), jnp.float32)
+  make = lambda key: _build(config, key, jnp.float32)
   return nnx.split(nnx.eval_shape(make, jax.random.key(0)))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def init_params(
   config: ModelConfig, *, key: jax.Array, dtype: Any = jnp.float32
 ) -> interfaces.Params:
   """Draws random weights; `key` is a jax.random.key."""
-  model = Transformer(config, nnx.Rngs(params=key), dtype)
-  return nnx.to_pure_dict(nnx.state(model))
+  return nnx.to_pure_dict(nnx.state(_build(config, key, dtype)))
 
 
 def abstract_params(config: ModelConfig, *, dtype: Any) -> interfaces.Params:
   """The tree of `init_params` with a jax.ShapeDtypeStruct for each array."""
-  shapes = nnx.to_pure_dict(_structure(config)[1])
-  return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes
-  )
+  describe = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
+  return jax.tree.map(describe, nnx.to_pure_dict(_structure(config)[1]))
 
 
 def logical_axes(config: ModelConfig) -> interfaces.Params:
   """The tree of `init_params` with a tuple of axis names for each array."""
-  names = jax.tree.map(
-    lambda weight: weight.get_metadata()["axes"],
-    _structure(config)[1],
-    is_leaf=lambda node: isinstance(node, nnx.Variable),
-  )
-  axes = nnx.to_pure_dict(names)
+  axes = declare.read_axes(_structure(config)[1])
   for name, block_axes in axes["blocks"].items():
     axes["blocks"][name] = ("layer", *block_axes)
   return axes
