@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 
+# An abstract one names devices that are not there, to plan for them.
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisTable:
@@ -86,9 +89,7 @@ def partition_spec(
   return jax.sharding.PartitionSpec(*mesh_axes)
 
 
-def shardings(
-  logical_axes: Any, mesh: jax.sharding.Mesh, table: AxisTable
-) -> Any:
+def shardings(logical_axes: Any, mesh: AnyMesh, table: AxisTable) -> Any:
   """The tree of tuples of axis names as a tree of NamedSharding."""
   return jax.tree.map(
     lambda axes: jax.sharding.NamedSharding(mesh, partition_spec(axes, table)),
@@ -98,7 +99,7 @@ def shardings(
 
 
 def check_divisible(
-  shapes: Any, logical_axes: Any, mesh: jax.sharding.Mesh, table: AxisTable
+  shapes: Any, logical_axes: Any, mesh: AnyMesh, table: AxisTable
 ) -> None:
   """Raises where devices do not divide an axis that is split over them.
 
