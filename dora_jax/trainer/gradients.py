@@ -85,7 +85,7 @@ class LossSettings:
   compute_dtype: Any
   logprob_chunk: int
   remat: bool
-  hidden_sharding: jax.sharding.Sharding
+  hidden_sharding: jax.sharding.Sharding | None
 
 
 Loss = Callable[..., tuple[Float[jax.Array, ""], TokenStats]]

@@ -1,0 +1,81 @@
+"""Checkpoints: whole, into any layout, and as if nothing had happened."""
+
+import jax
+import numpy as np
+import pytest
+
+from dora_jax import checkpoint
+from tests.trainer import tiny
+
+
+def _assert_equal(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_resumed_equals_uninterrupted(tmp_path):
+  trainer = tiny.make_trainer()
+  trainer.train(tiny.make_groups(seed=0))
+  saved = jax.device_get(trainer.state())
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=2)
+  checkpoints.save(1, trainer.state(), {"version": trainer.version})
+  # Goes on at once: donating the state must not reach what is being written.
+  metrics = trainer.train(tiny.make_groups(seed=1, version=1))
+  checkpoints.close()
+
+  resumed = tiny.make_trainer(params=tiny.make_params(seed=9))
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=2)
+  state, extras = checkpoints.restore(None, resumed.abstract_state())
+  checkpoints.close()
+  _assert_equal(jax.device_get(state), saved)
+  resumed.restore(state, version=extras["version"])
+  assert resumed.train(tiny.make_groups(seed=1, version=1)) == metrics
+  _assert_equal(
+    jax.device_get(resumed.state()), jax.device_get(trainer.state())
+  )
+
+
+def test_restores_into_another_layout(tmp_path):
+  trainer = tiny.make_trainer(mesh=tiny.make_mesh(2, 2))
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  checkpoints.save(0, trainer.state(), {})
+  other = tiny.make_trainer(mesh=tiny.make_mesh(4, 1))
+  state, _ = checkpoints.restore(0, other.abstract_state())
+  checkpoints.close()
+  _assert_equal(jax.device_get(state), jax.device_get(trainer.state()))
+  same = jax.tree.map(
+    lambda x, y: x.sharding == y.sharding, state, other.state()
+  )
+  assert all(jax.tree.leaves(same))
+
+
+def test_keeps_the_newest_complete_steps(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=2)
+  assert checkpoints.latest() is None
+  abstract = {"x": jax.ShapeDtypeStruct((3,), np.float32)}
+  with pytest.raises(FileNotFoundError, match=r"of steps \[\], need any"):
+    checkpoints.restore(None, abstract)
+  for step in (1, 2, 3):
+    values = jax.numpy.full(3, step, np.float32)
+    checkpoints.save(step, {"x": values}, {"ledger": {"ready": [step, None]}})
+  checkpoints.close()
+  # What a crash leaves behind is no checkpoint.
+  (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=2)
+  assert checkpoints.latest() == 3
+  state, extras = checkpoints.restore(None, abstract)
+  np.testing.assert_array_equal(state["x"], [3.0, 3.0, 3.0])
+  assert extras == {"ledger": {"ready": [3, None]}}
+  state, _ = checkpoints.restore(2, abstract)
+  np.testing.assert_array_equal(state["x"], [2.0, 2.0, 2.0])
+  with pytest.raises(FileNotFoundError, match=r"of steps \[2, 3\], need 1"):
+    checkpoints.restore(1, abstract)
+  checkpoints.close()
+
+
+def test_other_shapes_are_refused(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  checkpoints.save(0, {"x": jax.numpy.zeros(3)}, {})
+  with pytest.raises(ValueError, match="shape"):
+    checkpoints.restore(0, {"x": jax.ShapeDtypeStruct((4,), np.float32)})
+  checkpoints.close()
