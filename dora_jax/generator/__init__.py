@@ -1,1 +1,1 @@
-"""Rollout: prompts to trajectories by continuous batching on slots and pages."""
+"""Rollout: prompts to trajectories, continuously batched on slots and pages."""

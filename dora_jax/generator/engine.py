@@ -1,0 +1,235 @@
+"""The verbs of a generator, compiled: prefill, insert, decode, and score.
+
+The verbs are JetStream's (https://github.com/AI-Hypercomputer/JetStream). A
+slot frees itself on the device when its request ends, and its pages are the
+host's to account for, so there is nothing to compile for `free`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int
+
+from dora_jax import interfaces
+from dora_jax.generator import kv_pool, pages, verbs
+from dora_jax.model import transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """What `insert` puts into one slot.
+
+  Attributes:
+    slot: the slot.
+    page_ids: pages of the request, in order of position.
+    token: last token of the prompt.
+    position: its position.
+    last_position: position of the last token that may be sampled.
+    temperature: of the sampling distribution.
+    draw: (stream, group_id, member), which fix the random draws.
+    copied_from: page of another member of the group that holds the beginning of
+      the page with the position; None where there is nothing to copy.
+  """
+
+  slot: int
+  page_ids: Sequence[int]
+  token: int
+  position: int
+  last_position: int
+  temperature: float
+  draw: tuple[int, int, int]
+  copied_from: int | None
+
+
+class Engine:
+  """The verbs, compiled for one model on one mesh.
+
+  Shapes are static: a verb is compiled once for each number of slots, prefill
+  and score also for each bucket of lengths, and never again for other requests
+  or other versions.
+  """
+
+  def __init__(
+    self,
+    *,
+    mesh: Mesh,
+    config: transformer.ModelConfig,
+    page_size: int,
+    max_length: int,
+    chunk_steps: int,
+    stop_ids: Sequence[int],
+    seed: int,
+  ):
+    self.page_size = page_size
+    self._max_length = max_length
+    self._tile_pages = kv_pool.num_tile_pages(page_size)
+    num_tiles = pages.num_pages_for(max_length, self._tile_pages * page_size)
+    self._table_width = num_tiles * self._tile_pages
+    self._everywhere = NamedSharding(mesh, PartitionSpec())
+    self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
+    split = kv_pool.pool_sharding(mesh)
+    self._prefill = jax.jit(
+      functools.partial(verbs.prefill, config=config),
+      donate_argnames="pool",
+      out_shardings=split,
+    )
+    self._insert = jax.jit(
+      verbs.insert,
+      donate_argnames=("pool", "slots"),
+      out_shardings=(split, self._everywhere),
+    )
+    self._decode = jax.jit(
+      functools.partial(
+        verbs.decode,
+        config=config,
+        chunk_steps=chunk_steps,
+        stop_ids=tuple(stop_ids),
+      ),
+      donate_argnames=("pool", "slots"),
+      out_shardings=(split, self._everywhere, self._everywhere),
+    )
+    self._score = jax.jit(functools.partial(verbs.score, config=config))
+
+  def bucket_pages(self, num_tokens: int) -> int:
+    """Pages to pad so many tokens to: 1, 2, 4, ... tiles, or a whole table."""
+    num_tiles = pages.num_pages_for(
+      num_tokens, self._tile_pages * self.page_size
+    )
+    bucket = self._tile_pages << max(num_tiles - 1, 0).bit_length()
+    return min(bucket, self._table_width)
+
+  def serve(self, version: int, params: interfaces.Params) -> verbs.Served:
+    """Binds params, which must be on the mesh, to their version."""
+    mesh_devices = self._everywhere.device_set
+    for path, leaf in jax.tree.leaves_with_path(params):
+      placed = leaf.devices() if isinstance(leaf, jax.Array) else set()
+      if placed != mesh_devices:
+        raise ValueError(
+          f"params{jax.tree_util.keystr(path)} of version {version} is on "
+          f"{placed or 'the host'}, but the generator's mesh is "
+          f"{mesh_devices}: reshard it there first."
+        )
+    stamp = jax.device_put(np.int32(version), self._everywhere)
+    return verbs.Served(version=stamp, params=params)
+
+  def create_slots(self, num_slots: int) -> verbs.Slots:
+    """A decode batch without requests."""
+    create = functools.partial(verbs.create_slots, num_slots, self._table_width)
+    return jax.jit(create, out_shardings=self._everywhere)()
+
+  def prefill(
+    self,
+    served: verbs.Served,
+    pool: kv_pool.KvPool,
+    rows: Sequence[tuple[Int[np.ndarray, "_"], Sequence[int]]],
+    *,
+    num_rows: int,
+  ) -> kv_pool.KvPool:
+    """Writes the KV of some tokens, from position 0 on, into their pages.
+
+    Args:
+      served: the params.
+      pool: donated.
+      rows: tokens, and the pages that they fill; all of one bucket.
+      num_rows: rows to compile for; at least as many as there are.
+
+    Returns:
+      The pool with those pages written.
+    """
+    width = self.bucket_pages(max(len(tokens) for tokens, _ in rows))
+    tokens_PT = np.zeros((num_rows, width * self.page_size), np.int32)
+    page_ids_PC = np.full((num_rows, width), pages.TRASH_PAGE, np.int32)
+    length_P = np.zeros(num_rows, np.int32)
+    for row, (tokens, page_ids) in enumerate(rows):
+      tokens_PT[row, : len(tokens)] = tokens
+      page_ids_PC[row, : len(page_ids)] = page_ids
+      length_P[row] = len(tokens)
+    arrays = (tokens_PT, length_P, page_ids_PC, np.int32(len(rows)))
+    arrays = jax.device_put(arrays, self._everywhere)
+    return self._prefill(served.params, pool, *arrays)
+
+  def insert(
+    self, pool: kv_pool.KvPool, slots: verbs.Slots, entries: Sequence[Entry]
+  ) -> tuple[kv_pool.KvPool, verbs.Slots]:
+    """Puts requests, whose prompts are prefilled, into slots.
+
+    Args:
+      pool: donated.
+      slots: donated.
+      entries: the requests.
+
+    Returns:
+      Pool and slots.
+    """
+    new = self._gather_entries(slots.token_B.shape[0], entries)
+    new = jax.device_put(new, self._everywhere)
+    return self._insert(pool, slots, self._seed_key, new)
+
+  def _gather_entries(
+    self, num_slots: int, entries: Sequence[Entry]
+  ) -> verbs.Entries:
+    zeros_B = np.zeros(num_slots, np.int32)
+    copies = [
+      (entry.copied_from, entry.page_ids[entry.position // self.page_size])
+      for entry in entries
+      if entry.copied_from is not None
+    ]
+    new = verbs.Entries(
+      page_table_BC=np.zeros((num_slots, self._table_width), np.int32),
+      token_B=zeros_B.copy(),
+      position_B=zeros_B.copy(),
+      last_position_B=zeros_B.copy(),
+      temperature_B=np.zeros(num_slots, np.float32),
+      draw_B3=np.zeros((num_slots, 3), np.int32),
+      is_new_B=np.zeros(num_slots, np.bool_),
+      copies_B2=np.zeros((num_slots, 2), np.int32),
+      num_copies=np.int32(len(copies)),
+    )
+    new.copies_B2[: len(copies)] = np.reshape(copies, (-1, 2))
+    for entry in entries:
+      new.page_table_BC[entry.slot, : len(entry.page_ids)] = entry.page_ids
+      new.token_B[entry.slot] = entry.token
+      new.position_B[entry.slot] = entry.position
+      new.last_position_B[entry.slot] = entry.last_position
+      new.temperature_B[entry.slot] = entry.temperature
+      new.draw_B3[entry.slot] = entry.draw
+      new.is_new_B[entry.slot] = True
+    return new
+
+  def decode(
+    self, served: verbs.Served, pool: kv_pool.KvPool, slots: verbs.Slots
+  ) -> tuple[kv_pool.KvPool, verbs.Slots, verbs.Chunk]:
+    """Samples a chunk of tokens for each active slot.
+
+    Args:
+      served: the params.
+      pool: donated.
+      slots: donated.
+
+    Returns:
+      Pool, slots, and what was sampled.
+    """
+    return self._decode(served, pool, slots)
+
+  def score(
+    self, served: verbs.Served, tokens: Int[np.ndarray, "T"]
+  ) -> Float[np.ndarray, "S"]:
+    """Log-probability in nats of each token but the first, at temperature 1.
+
+    The canary of a publish: the trainer's own must be equal to it.
+    """
+    if not 2 <= len(tokens) <= self._max_length:
+      raise ValueError(
+        f"Scoring takes 2 to {self._max_length} tokens, not {len(tokens)}: "
+        "change config.generator.max_length."
+      )
+    width = self.bucket_pages(len(tokens))
+    tokens_T = np.zeros(width * self.page_size, np.int32)
+    tokens_T[: len(tokens)] = tokens
+    arrays = jax.device_put((tokens_T, np.int32(len(tokens))), self._everywhere)
+    logprobs_T = self._score(served.params, *arrays)
+    return jax.device_get(logprobs_T)[1 : len(tokens)]

@@ -1,0 +1,289 @@
+"""What a generator computes on its mesh: pure functions, for Engine to compile.
+
+What lives there is the params (an argument of each function, so that another
+version is another argument), the KvPool of the mesh and the Slots of a lane.
+
+A prompt of n tokens is prefilled up to its last token; that one enters the slot
+and is the first to be decoded. So every token is sampled by `decode`, and the
+members of a group read the same pages without anyone storing logits.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from dora_jax import interfaces
+from dora_jax.generator import kv_pool, sampling
+from dora_jax.model import attention, transformer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+  """Params and their version, in one pytree so that they cannot part.
+
+  Attributes:
+    version: the policy version, an int32 scalar on the mesh.
+    params: its params, on the mesh.
+  """
+
+  version: Any
+  params: interfaces.Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+  """The decode batch of one lane; donated to the functions that take it.
+
+  Attributes:
+    page_table_BC: pages of each slot's request in order of position; 0 past
+      its last one.
+    token_B: the token to feed next.
+    position_B: its position in its sequence.
+    last_position_B: position of the last token that may be sampled.
+    temperature_B: of the sampling distribution.
+    key_B: random key of the request; each draw folds its position in.
+    is_active_B: whether the slot has a request that is not finished.
+  """
+
+  page_table_BC: Any
+  token_B: Any
+  position_B: Any
+  last_position_B: Any
+  temperature_B: Any
+  key_B: Any
+  is_active_B: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entries:
+  """Requests on their way into slots; row b is for slot b.
+
+  Attributes:
+    page_table_BC: as in Slots, and so are the next four.
+    token_B: last token of the prompt.
+    position_B: its position.
+    last_position_B: position of the last token that may be sampled.
+    temperature_B: of the sampling distribution.
+    draw_B3: stream, group_id and member, which fix the random draws.
+    is_new_B: whether a request enters the slot; the row is ignored if not.
+    copies_B2: pages to copy, as (source, target).
+    num_copies: how many of those rows count.
+  """
+
+  page_table_BC: Any
+  token_B: Any
+  position_B: Any
+  last_position_B: Any
+  temperature_B: Any
+  draw_B3: Any
+  is_new_B: Any
+  copies_B2: Any
+  num_copies: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+  """What a chunk of decode steps sampled.
+
+  Attributes:
+    token_TB: the token that each slot drew in each step.
+    logprob_TB: its log-probability in nats.
+    version_TB: version of the params that it was drawn with.
+    is_sampled_TB: whether the slot drew a token; the rest means nothing where
+      not. A slot draws from the first step of a chunk on, or not at all.
+  """
+
+  token_TB: Any
+  logprob_TB: Any
+  version_TB: Any
+  is_sampled_TB: Any
+
+
+def create_slots(num_slots: int, table_width: int) -> Slots:
+  """A decode batch without requests."""
+  zeros = lambda dtype: jnp.zeros(num_slots, dtype)
+  return Slots(
+    page_table_BC=jnp.zeros((num_slots, table_width), jnp.int32),
+    token_B=zeros(jnp.int32),
+    position_B=zeros(jnp.int32),
+    last_position_B=zeros(jnp.int32),
+    temperature_B=zeros(jnp.float32),
+    key_B=jax.random.split(jax.random.key(0), num_slots),
+    is_active_B=zeros(jnp.bool_),
+  )
+
+
+def prefill(
+  params: interfaces.Params,
+  pool: kv_pool.KvPool,
+  tokens_PT: Int[Array, "P T"],
+  length_P: Int[Array, "P"],
+  page_ids_PC: Int[Array, "P C"],
+  num_prompts: Int[Array, ""],
+  *,
+  config: transformer.ModelConfig,
+) -> kv_pool.KvPool:
+  """Writes the KV of the first num_prompts rows into their pages.
+
+  One row after the other, so that what is written for a prompt does not depend
+  on the others, by not a bit.
+  """
+  positions_BT = jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
+
+  def prefill_row(row, pool):
+    is_real_BT = positions_BT < length_P[row]
+    attend = kv_pool.prefill_attention(
+      is_real_BT.astype(jnp.int32), page_ids_PC[row]
+    )
+    _, pool = transformer.forward(
+      params,
+      config,
+      tokens_PT[row][None],
+      positions_BT,
+      attend=attend,
+      kv=pool,
+    )
+    return pool
+
+  return jax.lax.fori_loop(0, num_prompts, prefill_row, pool)
+
+
+def insert(
+  pool: kv_pool.KvPool, slots: Slots, seed_key: PRNGKeyArray, new: Entries
+) -> tuple[kv_pool.KvPool, Slots]:
+  """Puts requests into slots; copies the pages that they may not share."""
+  pool = kv_pool.copy_pages(pool, new.copies_B2, new.num_copies)
+  entered = Slots(
+    page_table_BC=new.page_table_BC,
+    token_B=new.token_B,
+    position_B=new.position_B,
+    last_position_B=new.last_position_B,
+    temperature_B=new.temperature_B,
+    key_B=jax.vmap(lambda draw: sampling.request_key(seed_key, *draw))(
+      new.draw_B3
+    ),
+    is_active_B=new.is_new_B,
+  )
+
+  def choose(new_row, old_row):
+    is_new = new.is_new_B.reshape((-1,) + (1,) * (old_row.ndim - 1))
+    return jnp.where(is_new, new_row, old_row)
+
+  return pool, jax.tree.map(choose, entered, slots)
+
+
+def decode(
+  served: Served,
+  pool: kv_pool.KvPool,
+  slots: Slots,
+  *,
+  config: transformer.ModelConfig,
+  chunk_steps: int,
+  stop_ids: tuple[int, ...],
+) -> tuple[kv_pool.KvPool, Slots, Chunk]:
+  """Samples up to chunk_steps tokens for each active slot.
+
+  A slot becomes inactive once it draws a stop token or reaches its limit; the
+  chunk ends early once no slot is active.
+  """
+  blank_TB = jnp.zeros((chunk_steps, slots.token_B.shape[0]), jnp.int32)
+  chunk = Chunk(
+    token_TB=blank_TB,
+    logprob_TB=blank_TB.astype(jnp.float32),
+    version_TB=blank_TB,
+    is_sampled_TB=blank_TB.astype(jnp.bool_),
+  )
+
+  def goes_on(carry):
+    step, _, slots, _ = carry
+    return (step < chunk_steps) & slots.is_active_B.any()
+
+  def decode_step(carry):
+    step, pool, slots, chunk = carry
+    pool, tokens_B, logprobs_B = _draw_tokens(
+      served.params, pool, slots, config
+    )
+    drawn = Chunk(
+      token_TB=tokens_B,
+      logprob_TB=logprobs_B,
+      version_TB=jnp.full_like(tokens_B, served.version),
+      is_sampled_TB=slots.is_active_B,
+    )
+    chunk = jax.tree.map(lambda rows, row: rows.at[step].set(row), chunk, drawn)
+    return step + 1, pool, _advance(slots, tokens_B, stop_ids), chunk
+
+  start = (jnp.int32(0), pool, slots, chunk)
+  _, pool, slots, chunk = jax.lax.while_loop(goes_on, decode_step, start)
+  return pool, slots, chunk
+
+
+def _draw_tokens(
+  params: interfaces.Params,
+  pool: kv_pool.KvPool,
+  slots: Slots,
+  config: transformer.ModelConfig,
+) -> tuple[kv_pool.KvPool, Int[Array, "B"], Float[Array, "B"]]:
+  """Feeds each slot's token and draws the one after it."""
+  attend = kv_pool.decode_attention(
+    slots.page_table_BC, slots.position_B, slots.is_active_B
+  )
+  hidden_BTD, pool = transformer.forward(
+    params,
+    config,
+    slots.token_B[:, None],
+    slots.position_B[:, None],
+    attend=attend,
+    kv=pool,
+  )
+  logits_BV = transformer.unembed(params, config, hidden_BTD[:, 0])
+  keys_B = jax.vmap(jax.random.fold_in)(slots.key_B, slots.position_B + 1)
+  tokens_B, logprobs_B = sampling.sample(logits_BV, keys_B, slots.temperature_B)
+  return pool, tokens_B, logprobs_B
+
+
+def _advance(
+  slots: Slots, tokens_B: Int[Array, "B"], stop_ids: tuple[int, ...]
+) -> Slots:
+  """The slots after they drew these tokens; inactive ones do not change."""
+  position_B = slots.position_B + 1
+  is_stop_B = jnp.isin(tokens_B, jnp.array(stop_ids, jnp.int32))
+  is_last_B = is_stop_B | (position_B >= slots.last_position_B)
+  return dataclasses.replace(
+    slots,
+    token_B=jnp.where(slots.is_active_B, tokens_B, slots.token_B),
+    position_B=jnp.where(slots.is_active_B, position_B, slots.position_B),
+    is_active_B=slots.is_active_B & ~is_last_B,
+  )
+
+
+def score(
+  params: interfaces.Params,
+  tokens_T: Int[Array, "T"],
+  length: Int[Array, ""],
+  *,
+  config: transformer.ModelConfig,
+) -> Float[Array, "T"]:
+  """Log-probability in nats of each token after those before it; first is 0.
+
+  At temperature 1, by the dense attention that prefill uses.
+  """
+  positions_BT = jnp.arange(tokens_T.shape[0], dtype=jnp.int32)[None]
+  is_real_BT = positions_BT < length
+  hidden_BTD, _ = transformer.forward(
+    params,
+    config,
+    tokens_T[None],
+    positions_BT,
+    attend=attention.segment_attention(is_real_BT.astype(jnp.int32)),
+  )
+  logits_TV = transformer.unembed(params, config, hidden_BTD[0])
+  logprobs_TV = jax.nn.log_softmax(logits_TV[:-1], axis=-1)
+  logprobs_T = jnp.take_along_axis(logprobs_TV, tokens_T[1:, None], axis=-1)
+  return jnp.pad(logprobs_T[:, 0], (1, 0))

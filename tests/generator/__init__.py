@@ -1,0 +1,1 @@
+"""Tests of dora_jax.generator."""
