@@ -7,7 +7,7 @@ host's to account for, so there is nothing to compile for `free`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -45,6 +45,53 @@ class Entry:
   copied_from: int | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compiled:
+  """The functions of `verbs`, jitted."""
+
+  create_slots: Callable[..., verbs.Slots]
+  prefill: Callable[..., kv_pool.KvPool]
+  insert: Callable[..., tuple[kv_pool.KvPool, verbs.Slots]]
+  decode: Callable[..., tuple[kv_pool.KvPool, verbs.Slots, verbs.Chunk]]
+  score: Callable[..., jax.Array]
+
+
+@functools.cache
+def _compile(
+  mesh: Mesh,
+  config: transformer.ModelConfig,
+  chunk_steps: int,
+  stop_ids: tuple[int, ...],
+) -> _Compiled:
+  """Jits the verbs once for all engines that are made alike."""
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  split = kv_pool.pool_sharding(mesh)
+  decode = functools.partial(
+    verbs.decode, config=config, chunk_steps=chunk_steps, stop_ids=stop_ids
+  )
+  return _Compiled(
+    create_slots=jax.jit(
+      verbs.create_slots, static_argnums=(0, 1), out_shardings=everywhere
+    ),
+    prefill=jax.jit(
+      functools.partial(verbs.prefill, config=config),
+      donate_argnames="pool",
+      out_shardings=split,
+    ),
+    insert=jax.jit(
+      verbs.insert,
+      donate_argnames=("pool", "slots"),
+      out_shardings=(split, everywhere),
+    ),
+    decode=jax.jit(
+      decode,
+      donate_argnames=("pool", "slots"),
+      out_shardings=(split, everywhere, everywhere),
+    ),
+    score=jax.jit(functools.partial(verbs.score, config=config)),
+  )
+
+
 class Engine:
   """The verbs, compiled for one model on one mesh.
 
@@ -71,28 +118,7 @@ class Engine:
     self._table_width = num_tiles * self._tile_pages
     self._everywhere = NamedSharding(mesh, PartitionSpec())
     self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
-    split = kv_pool.pool_sharding(mesh)
-    self._prefill = jax.jit(
-      functools.partial(verbs.prefill, config=config),
-      donate_argnames="pool",
-      out_shardings=split,
-    )
-    self._insert = jax.jit(
-      verbs.insert,
-      donate_argnames=("pool", "slots"),
-      out_shardings=(split, self._everywhere),
-    )
-    self._decode = jax.jit(
-      functools.partial(
-        verbs.decode,
-        config=config,
-        chunk_steps=chunk_steps,
-        stop_ids=tuple(stop_ids),
-      ),
-      donate_argnames=("pool", "slots"),
-      out_shardings=(split, self._everywhere, self._everywhere),
-    )
-    self._score = jax.jit(functools.partial(verbs.score, config=config))
+    self._compiled = _compile(mesh, config, chunk_steps, tuple(stop_ids))
 
   def bucket_pages(self, num_tokens: int) -> int:
     """Pages to pad so many tokens to: 1, 2, 4, ... tiles, or a whole table."""
@@ -118,8 +144,7 @@ class Engine:
 
   def create_slots(self, num_slots: int) -> verbs.Slots:
     """A decode batch without requests."""
-    create = functools.partial(verbs.create_slots, num_slots, self._table_width)
-    return jax.jit(create, out_shardings=self._everywhere)()
+    return self._compiled.create_slots(num_slots, self._table_width)
 
   def prefill(
     self,
@@ -150,7 +175,7 @@ class Engine:
       length_P[row] = len(tokens)
     arrays = (tokens_PT, length_P, page_ids_PC, np.int32(len(rows)))
     arrays = jax.device_put(arrays, self._everywhere)
-    return self._prefill(served.params, pool, *arrays)
+    return self._compiled.prefill(served.params, pool, *arrays)
 
   def insert(
     self, pool: kv_pool.KvPool, slots: verbs.Slots, entries: Sequence[Entry]
@@ -167,7 +192,7 @@ class Engine:
     """
     new = self._gather_entries(slots.token_B.shape[0], entries)
     new = jax.device_put(new, self._everywhere)
-    return self._insert(pool, slots, self._seed_key, new)
+    return self._compiled.insert(pool, slots, self._seed_key, new)
 
   def _gather_entries(
     self, num_slots: int, entries: Sequence[Entry]
@@ -213,7 +238,7 @@ class Engine:
     Returns:
       Pool, slots, and what was sampled.
     """
-    return self._decode(served, pool, slots)
+    return self._compiled.decode(served, pool, slots)
 
   def score(
     self, served: verbs.Served, tokens: Int[np.ndarray, "T"]
@@ -231,5 +256,5 @@ class Engine:
     tokens_T = np.zeros(width * self.page_size, np.int32)
     tokens_T[: len(tokens)] = tokens
     arrays = jax.device_put((tokens_T, np.int32(len(tokens))), self._everywhere)
-    logprobs_T = self._score(served.params, *arrays)
+    logprobs_T = self._compiled.score(served.params, *arrays)
     return jax.device_get(logprobs_T)[1 : len(tokens)]

@@ -58,12 +58,11 @@ def create_pool(
     config.num_kv_heads,
     config.head_width,
   )
-  zeros = jax.jit(
-    lambda: (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
-    out_shardings=pool_sharding(mesh),
+  where = pool_sharding(mesh)
+  return KvPool(
+    key_LJOKH=jnp.zeros(shape, dtype, device=where),
+    value_LJOKH=jnp.zeros(shape, dtype, device=where),
   )
-  key_LJOKH, value_LJOKH = zeros()
-  return KvPool(key_LJOKH=key_LJOKH, value_LJOKH=value_LJOKH)
 
 
 def copy_pages(

@@ -8,7 +8,7 @@ from tests.generator import tiny
 
 
 def test_lanes_at_different_versions_share_a_mesh_and_do_not_mix():
-  worker = tiny.make_worker(lanes=[(4, 2), (9, 3)])
+  worker = tiny.make_worker(lanes=[(4, 4), (9, 4)], num_pages=101)
   requests = {}
   for lane, version in zip(worker.lanes, (1, 2), strict=True):
     lane.load(version, tiny.make_params(version))
@@ -40,19 +40,8 @@ def test_lanes_at_different_versions_share_a_mesh_and_do_not_mix():
 
 
 def test_by_default_every_slot_can_reach_the_limit_at_once():
-  worker = tiny.make_worker(lanes=[(0, 2), (1, 1)], stop_ids=())
-  for lane in worker.lanes:
-    lane.load(0, tiny.make_params(0))
-    lane.submit(
-      [
-        tiny.make_request(
-          group_id, length=95, max_new_tokens=tiny.MAX_LENGTH - 95
-        )
-        for group_id in range(lane.num_slots)
-      ]
-    )
-  worker.step()
-  assert worker.pages_in_use == worker.num_pages
+  worker = tiny.make_worker(lanes=[(0, 4), (1, 2)], page_size=3)
+  assert worker.num_pages == (4 + 2) * 34  # 33 pages hold 99 of 100 tokens
 
 
 @pytest.mark.parametrize(
