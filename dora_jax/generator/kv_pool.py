@@ -27,6 +27,19 @@ class KvPool:
   value_LJOKH: Any
 
 
+@dataclasses.dataclass(kw_only=True)
+class SharedPool:
+  """The one KV pool of a mesh, which its lanes hand to each other.
+
+  Attributes:
+    kv: the pages themselves; replaced by each verb, which consumes it.
+    allocator: who holds which page.
+  """
+
+  kv: KvPool
+  allocator: pages.PageAllocator
+
+
 # Tokens that decoding attends to at once. Fewer waste less past the end of a
 # request, more make fewer and larger products.
 _TILE_TOKENS = 64

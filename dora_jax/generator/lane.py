@@ -14,19 +14,6 @@ from dora_jax.model import transformer
 
 
 @dataclasses.dataclass(kw_only=True)
-class SharedPool:
-  """The one KV pool of a mesh, which its lanes hand to each other.
-
-  Attributes:
-    kv: the pages themselves; replaced by each verb, which consumes it.
-    allocator: who holds which page.
-  """
-
-  kv: kv_pool.KvPool
-  allocator: pages.PageAllocator
-
-
-@dataclasses.dataclass(kw_only=True)
 class Counters:
   """What a lane has done since it was made; only ever grows.
 
@@ -76,7 +63,7 @@ class Lane:
     generator_id: int,
     num_slots: int,
     engine: engine_lib.Engine,
-    pool: SharedPool,
+    pool: kv_pool.SharedPool,
     config: transformer.ModelConfig,
     max_length: int,
     stop_ids: Sequence[int],

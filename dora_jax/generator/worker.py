@@ -67,7 +67,7 @@ class MeshWorker:
         f"tokens and the trash page need {1 + pages_a_slot}: raise "
         "config.generator.num_pages."
       )
-    self._pool = lane.SharedPool(
+    self._pool = kv_pool.SharedPool(
       kv=kv_pool.create_pool(
         config,
         mesh=mesh,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax import types
+from dora_jax import interfaces, types
 from tests.generator import tiny
 
 
@@ -235,10 +235,19 @@ def test_a_request_that_cannot_be_served_is_refused(changes, message):
 
 def test_load_is_refused_while_requests_are_live_or_params_elsewhere():
   lane = _lane()
+  assert isinstance(lane, interfaces.Generator)
   lane.submit([tiny.make_request(0)])
+  with pytest.raises(RuntimeError, match="version 0: 1 of its requests"):
+    lane.unload()
   with pytest.raises(RuntimeError, match="version 1 while 1 requests of ver"):
     lane.load(1, tiny.make_params(1))
   tiny.run(lane)
   with pytest.raises(ValueError, match=r"version 1 is on .* mesh is"):
     lane.load(1, jax.device_put(tiny.make_params(1), jax.devices()[3]))
   assert lane.version == 0
+  lane.unload()
+  with pytest.raises(RuntimeError, match="no params loaded"):
+    lane.score(tiny.make_prompt(0, 5))
+  with pytest.raises(ValueError, match="serves version None"):
+    lane.submit([tiny.make_request(0)])
+  lane.load(0, tiny.make_params(0))
