@@ -77,7 +77,7 @@ def _task() -> config_dict.ConfigDict:
   task.path = ""  # jsonl, parquet: the file
   task.columns = config_dict.ConfigDict(
     {"question": "question", "answer": "answer"}
-  )  # jsonl, parquet: our name -> the file's
+  )  # our name -> the file's; reasoning_gym: or a field of its metadata
   task.extract = (
     ""  # named function that cuts the answer out; "" takes it whole
   )

@@ -1,5 +1,7 @@
 """A small random model learns to spell words backward, on a laptop's CPU."""
 
+import string
+
 from configs import common
 
 
@@ -12,27 +14,26 @@ def get_config():
   config.model.num_heads = 4
   config.model.num_kv_heads = 2
   config.model.head_width = 32
-  config.tokenizer.alphabet = (
-    " ()->:ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-  )
+  config.tokenizer.alphabet = ">" + string.ascii_letters
   config.task.source = "reasoning_gym"
   config.task.name = "spell_backward"
   config.task.params = {"min_word_len": 3, "max_word_len": 5}
   config.task.size = 12000
+  # The word alone, where the generator would ask for it in a sentence.
+  config.task.columns.question = "word"
   config.task.template = "{question}>"
   config.task.num_heldout = 200
-  config.task.max_prompt_tokens = 64
+  config.task.max_prompt_tokens = 6
   config.task.reward = "reasoning_gym"
-  config.cold_start.steps = 150
+  config.cold_start.steps = 300
   config.cold_start.batch_size = 64
   config.cold_start.lr = 1e-3
-  config.mesh.host_devices = 4
-  config.mesh.trainer_fsdp = 2
+  config.mesh.host_devices = 3
   config.mesh.num_generators = 2
   config.mesh.lanes = 2
   config.generator.slots = 16
-  config.generator.page_size = 16
-  config.generator.max_length = 72
+  config.generator.page_size = 4
+  config.generator.max_length = 14
   config.generator.max_new_tokens = 8
   config.generator.chunk_steps = 2
   config.coordinator.schedule = "dora"
@@ -41,8 +42,8 @@ def get_config():
   config.coordinator.group_size = 8
   config.coordinator.num_steps = 100
   config.trainer.lr = 3e-4
-  config.trainer.row_length = 576
-  config.trainer.rows_per_batch = 8
+  config.trainer.row_length = 48
+  config.trainer.rows_per_batch = 16
   config.evaluation.every_steps = 20
   config.evaluation.num_prompts = 200
   config.evaluation.temperature = 1.0

@@ -80,9 +80,9 @@ def build_task(
   source = sources.load(
     kind=task.source,
     name=task.name,
-    params=dict(task.params),
+    params=task.params.to_dict(),
     path=task.path,
-    columns=dict(task.columns),
+    columns=task.columns.to_dict(),
     extract=task.extract,
     size=task.size,
     seed=task.seed,
@@ -152,6 +152,22 @@ def build_params(
   return create(jax.random.key(config.seed))
 
 
+def build_optimizer(config: Config) -> train_state.OptimizerSettings:
+  """The optimizer of config.trainer."""
+  trainer = config.trainer
+  return train_state.OptimizerSettings(
+    lr=trainer.lr,
+    warmup_steps=trainer.warmup_steps,
+    total_steps=config.coordinator.num_steps,
+    schedule=trainer.schedule,
+    b1=trainer.b1,
+    b2=trainer.b2,
+    eps=trainer.eps,
+    weight_decay=trainer.weight_decay,
+    clip_norm=trainer.clip_norm,
+  )
+
+
 def build_trainer(
   config: Config,
   shape: transformer.ModelConfig,
@@ -164,17 +180,7 @@ def build_trainer(
     config=shape,
     mesh=mesh,
     params=params,
-    optimizer=train_state.OptimizerSettings(
-      lr=trainer.lr,
-      warmup_steps=trainer.warmup_steps,
-      total_steps=config.coordinator.num_steps,
-      schedule=trainer.schedule,
-      b1=trainer.b1,
-      b2=trainer.b2,
-      eps=trainer.eps,
-      weight_decay=trainer.weight_decay,
-      clip_norm=trainer.clip_norm,
-    ),
+    optimizer=build_optimizer(config),
     supervised_lr=config.cold_start.lr,
     row_length=trainer.row_length,
     rows_per_batch=trainer.rows_per_batch,
@@ -252,7 +258,7 @@ def _build(
   pool = stack.enter_context(
     reward_pool.RewardPool(
       reward=config.task.reward,
-      reward_kwargs=dict(config.task.reward_params),
+      reward_kwargs=config.task.reward_params.to_dict(),
       num_workers=config.task.reward_workers,
       timeout_s=config.task.reward_timeout_s,
     )

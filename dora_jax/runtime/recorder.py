@@ -17,6 +17,10 @@ from dora_jax.runtime import evaluation as evaluation_lib
 from dora_jax.runtime import progress, summary
 
 
+# Shorter waits come and go too fast to be read.
+_LONG_WAIT_S = 0.5
+
+
 class Recorder:
   """Counts and writes; decides nothing. Used by the runtime's thread.
 
@@ -179,6 +183,7 @@ class Recorder:
         waits=tuple(
           progress.Wait(who=who, what=what, waited_s=now_s - since_s)
           for (who, what), since_s in waits[:3]
+          if now_s - since_s > _LONG_WAIT_S
         ),
       )
     )

@@ -48,7 +48,8 @@ def load(
     name: the generator of reasoning_gym.
     params: parameters of the generator, or of `sums`.
     path: the file.
-    columns: from question, answer and (optional) worked to the file's columns.
+    columns: from question, answer and (optional) worked to the file's columns;
+      of reasoning_gym, from question to what its entries or their metadata name.
     extract: named function that takes the answer out of its column; empty
       takes the column as it is.
     size: number of examples to generate; of a file, how many to read at most,
@@ -56,7 +57,9 @@ def load(
     seed: of the generator.
   """
   if kind == "reasoning_gym":
-    return generate(name, params=params, size=size, seed=seed)
+    return generate(
+      name, params=params, columns=columns, size=size, seed=seed
+    )
   if kind == "sums":
     lookup.check_keywords(
       sums, params, num_positional=0, field="config.task.params"
@@ -90,7 +93,12 @@ def sums(*, max_term: int) -> list[Example]:
 
 
 def generate(
-  name: str, *, params: Mapping[str, Any], size: int, seed: int
+  name: str,
+  *,
+  params: Mapping[str, Any],
+  columns: Mapping[str, str],
+  size: int,
+  seed: int,
 ) -> list[Example]:
   """Examples of a reasoning-gym generator, by its name.
 
@@ -118,16 +126,31 @@ def generate(
     return _refuse_empty([], f"{name} of size {size}", "config.task.size")
   parameters = {**params, "size": size, "seed": seed}
   dataset = reasoning_gym.create_dataset(name, **parameters)
-  return [_generated(name, parameters, dataset[index]) for index in range(size)]
+  return [
+    _generated(name, parameters, dataset[index], columns["question"])
+    for index in range(size)
+  ]
 
 
 def _generated(
-  name: str, parameters: Mapping[str, Any], entry: dict[str, Any]
+  name: str,
+  parameters: Mapping[str, Any],
+  entry: dict[str, Any],
+  question_column: str,
 ) -> Example:
+  # What a generator asks in a sentence stands in its metadata by itself, which
+  # a small model, that has to learn every token, can be asked instead.
+  asked = {**entry["metadata"], "question": entry["question"]}
+  lookup.check_name(
+    question_column,
+    asked,
+    what=f"column of {name}",
+    field="config.task.columns.question",
+  )
   # Some generators judge by rule and keep no reference answer.
   answer = "" if entry["answer"] is None else str(entry["answer"])
   return Example(
-    question=entry["question"],
+    question=str(asked[question_column]),
     answer=answer,
     worked=answer,
     metadata={"generator": name, "parameters": parameters, "entry": entry},

@@ -63,12 +63,16 @@ def test_reasoning_gym_scores_as_the_generator_does():
   reward = rewards.build("reasoning_gym", {})
   params = {"min_word_len": 3, "max_word_len": 5}
   for example in sources.generate(
-    "spell_backward", params=params, size=5, seed=2
+    "spell_backward",
+    params=params,
+    columns={"question": "word"},
+    size=5,
+    seed=2,
   ):
     prompt = make_prompt(example.answer, example.metadata)
     assert reward(prompt, f" {example.answer}\n") == 1.0
     assert rewards.check_score(reward(prompt, ""))[0] < 1.0
-    assert example.answer[::-1] in example.question
+    assert example.answer == example.question[::-1]
   with pytest.raises(ValueError, match="no 'generator' in its metadata"):
     reward(make_prompt("7"), "7")
 
