@@ -71,7 +71,8 @@ def _tokenizer() -> config_dict.ConfigDict:
 
 def _task() -> config_dict.ConfigDict:
   task = config_dict.ConfigDict()
-  task.source = "sums"  # "reasoning_gym" | "jsonl" | "parquet" | "sums"
+  # "reasoning_gym" | "jsonl" | "parquet" | "sums" | "reversal"
+  task.source = "sums"
   task.name = ""  # reasoning_gym: the generator's name
   task.params = config_dict.ConfigDict()  # of the source; open to new fields
   task.path = ""  # jsonl, parquet: the file
@@ -103,6 +104,7 @@ def _cold_start() -> config_dict.ConfigDict:
   cold_start.steps = 0  # supervised updates before version 0; 0 = none
   cold_start.batch_size = 64  # (prompt, completion) pairs an update
   cold_start.lr = 1e-3
+  cold_start.wrong_share = 0.0  # of demonstrations that show another's answer
   cold_start.prefix = ""  # text between a prompt and its worked answer
   return cold_start
 

@@ -1,4 +1,12 @@
-"""A small random model learns to spell words backward, on a laptop's CPU."""
+"""A small random model learns to write numbers backward, on a laptop's CPU.
+
+It first imitates demonstrations of which 4 in 10 show another number's answer,
+so it is right about half the time. Imitation could do no better; reinforcement
+learning does, by what its own samples earn.
+
+  source    strings of 3 to 5 digits, drawn by seed; 200 are held out
+  command   make quickstart
+"""
 
 import string
 
@@ -14,36 +22,39 @@ def get_config():
   config.model.num_heads = 4
   config.model.num_kv_heads = 2
   config.model.head_width = 32
-  config.tokenizer.alphabet = ">" + string.ascii_letters
-  config.task.source = "reasoning_gym"
-  config.task.name = "spell_backward"
-  config.task.params = {"min_word_len": 3, "max_word_len": 5}
-  config.task.size = 12000
-  # The word alone, where the generator would ask for it in a sentence.
-  config.task.columns.question = "word"
+  config.tokenizer.alphabet = ">" + string.digits
+  config.task.source = "reversal"
+  config.task.params = {
+    "alphabet": string.digits,
+    "min_length": 3,
+    "max_length": 5,
+  }
+  config.task.size = 12_000
   config.task.template = "{question}>"
   config.task.num_heldout = 200
   config.task.max_prompt_tokens = 6
-  config.task.reward = "reasoning_gym"
-  config.cold_start.steps = 300
-  config.cold_start.batch_size = 64
-  config.cold_start.lr = 1e-3
+  config.task.reward = "exact_match"
+  config.cold_start.steps = 350
+  config.cold_start.lr = 2e-3
+  config.cold_start.wrong_share = 0.4
+  # One device trains, two generate; each of these serves two versions in turn.
   config.mesh.host_devices = 3
   config.mesh.num_generators = 2
   config.mesh.lanes = 2
-  config.generator.slots = 16
+  config.generator.slots = 32
   config.generator.page_size = 4
   config.generator.max_length = 14
   config.generator.max_new_tokens = 8
   config.generator.chunk_steps = 2
   config.coordinator.schedule = "dora"
   config.coordinator.max_staleness = 2
-  config.coordinator.prompts_per_batch = 8
+  config.coordinator.prompts_per_batch = 16
   config.coordinator.group_size = 8
   config.coordinator.num_steps = 100
   config.trainer.lr = 3e-4
-  config.trainer.row_length = 48
-  config.trainer.rows_per_batch = 16
+  config.trainer.warmup_steps = 10
+  config.trainer.row_length = 60
+  config.trainer.rows_per_batch = 12
   config.evaluation.every_steps = 20
   config.evaluation.num_prompts = 200
   config.evaluation.temperature = 1.0

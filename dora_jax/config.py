@@ -20,7 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "model.source": ("random", "huggingface"),
   "model.compute_dtype": ("float32", "bfloat16"),
   "tokenizer.kind": ("char", "huggingface"),
-  "task.source": ("reasoning_gym", "jsonl", "parquet", "sums"),
+  "task.source": ("reasoning_gym", "jsonl", "parquet", "sums", "reversal"),
   "task.on_long_prompt": ("skip", "error"),
   "generator.dtype": ("float32", "bfloat16"),
   "coordinator.schedule": ("sync", "dora"),
@@ -274,6 +274,8 @@ def _check_evaluation(config: Config) -> None:
       "evaluation.num_prompts",
       f"at most config.task.num_heldout, {config.task.num_heldout}",
     )
+  if not 0 <= config.cold_start.wrong_share < 1:
+    raise _wrong(config, "cold_start.wrong_share", "from 0 to below 1")
   if evaluation.temperature < 0:
     raise _wrong(config, "evaluation.temperature", "at least 0")
   if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:

@@ -8,6 +8,7 @@ generation settings go along.
 
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,48 +21,58 @@ from dora_jax.model import huggingface, transformer
 from dora_jax.runtime import build
 from dora_jax.trainer import train_state
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of the run.")
-_STEP = flags.DEFINE_integer("step", None, "Version; the newest if not given.")
-_OUT = flags.DEFINE_string("out", None, "Folder to write.")
-_DTYPE = flags.DEFINE_enum(
-  "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the tensors."
-)
-
-
-def export(
-  workdir: pathlib.Path, out: pathlib.Path, *, step: int | None, dtype: str
-) -> int:
-  """Writes the folder; returns the version that it holds.
+def restore(
+  workdir: pathlib.Path, *, step: int | None
+) -> train_state.TrainState:
+  """Reads the train state of a version onto one device.
 
   Args:
     workdir: of a run, with config.json and checkpoints.
-    out: made where it is missing.
     step: the version; None takes the newest.
-    dtype: of the tensors, by torch's name.
 
   Raises:
     FileNotFoundError: the workdir has no such checkpoint.
   """
-  config = config_dict.ConfigDict(
-    json.loads((workdir / "config.json").read_text())
-  )
-  shape = build.build_model_config(config, build.build_tokenizer(config))
-  abstract = _abstract_state(shape, build.build_optimizer(config))
+  config, shape = _read(workdir)
   checkpoints = checkpoint.Checkpoints(
     workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
   )
   try:
-    state, extras = checkpoints.restore(step, abstract)
+    state, _ = checkpoints.restore(
+      step, _abstract_state(shape, build.build_optimizer(config))
+    )
   finally:
     checkpoints.close()
+  return state
+
+
+def export(
+  workdir: pathlib.Path, out: pathlib.Path, *, step: int | None, dtype: str
+) -> None:
+  """Writes a version as a Hugging Face folder.
+
+  Args:
+    workdir: of a run.
+    out: made where it is missing.
+    step: the version; None takes the newest.
+    dtype: of the tensors, by torch's name.
+  """
+  config, shape = _read(workdir)
   huggingface.save_params(
     out,
-    state.params,
+    restore(workdir, step=step).params,
     shape,
     torch_dtype=dtype,
     source_folder=config.model.folder or None,
   )
-  return extras["version"]
+
+
+def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
+  """The run's config, and the shape of its model."""
+  config = config_dict.ConfigDict(
+    json.loads((workdir / "config.json").read_text())
+  )
+  return config, build.build_model_config(config, build.build_tokenizer(config))
 
 
 def _abstract_state(
@@ -85,15 +96,24 @@ def _abstract_state(
 def main(argv: list[str]) -> None:
   """Exports what the flags name."""
   del argv
-  if not flags.FLAGS["verbosity"].present:
+  given = flags.FLAGS
+  if not given["verbosity"].present:
     logging.set_verbosity(logging.WARNING)
-  out = pathlib.Path(_OUT.value)
-  version = export(
-    pathlib.Path(_WORKDIR.value), out, step=_STEP.value, dtype=_DTYPE.value
+  out = pathlib.Path(given.out)
+  export(pathlib.Path(given.workdir), out, step=given.step, dtype=given.dtype)
+  print(f"written to {out}")
+
+
+def define_flags() -> None:
+  """Defines the flags; only where this is the program that runs."""
+  flags.DEFINE_string("workdir", None, "Workdir of the run.", required=True)
+  flags.DEFINE_string("out", None, "Folder to write.", required=True)
+  flags.DEFINE_integer("step", None, "Version; the newest if not given.")
+  flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the tensors."
   )
-  print(f"version {version} is in {out}")
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["workdir", "out"])
+  define_flags()
   app.run(main)

@@ -21,11 +21,6 @@ from ml_collections import config_flags
 from dora_jax import config as config_lib
 from dora_jax.runtime import build, cold_start, local
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "Python file with get_config().", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is made.")
-
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -38,7 +33,11 @@ def run(config: Any, workdir: pathlib.Path, *, command: str) -> int:
     if config.cold_start.steps:
       cold_start.cold_start(
         made.trainer,
-        made.task.worked_examples(prefix=config.cold_start.prefix),
+        made.task.worked_examples(
+          prefix=config.cold_start.prefix,
+          wrong_share=config.cold_start.wrong_share,
+          seed=config.seed,
+        ),
         num_steps=config.cold_start.steps,
         batch_size=config.cold_start.batch_size,
         seed=config.seed,
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> int:
   if not flags.FLAGS["verbosity"].present:
     # Orbax tells of every file that it writes.
     logging.set_verbosity(logging.WARNING)
-  config = _CONFIG.value
+  config = flags.FLAGS.config
   try:
     if len(argv) > 1:
       raise ValueError(f"Arguments {argv[1:]} mean nothing: use --config.FIELD.")
@@ -83,7 +82,7 @@ def main(argv: list[str]) -> int:
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
-  workdir = pathlib.Path(_WORKDIR.value)
+  workdir = pathlib.Path(flags.FLAGS.workdir)
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
     return run(config, workdir, command=command)
@@ -104,9 +103,18 @@ def unknown_field(argv: list[str]) -> str | None:
   return config_lib.explain_unknown(argv, config)
 
 
+def define_flags() -> None:
+  """Defines the flags; only where this is the program that runs."""
+  config_flags.DEFINE_config_file(
+    "config", None, "Python file with get_config().", lock_config=True
+  )
+  flags.DEFINE_string("workdir", None, "Folder for all that is made.")
+  flags.mark_flags_as_required(["config", "workdir"])
+
+
 if __name__ == "__main__":
   if (wrong := unknown_field(sys.argv[1:])) is not None:
     print(f"error: {wrong}", file=sys.stderr)
     sys.exit(EXIT_CONFIG)
-  flags.mark_flags_as_required(["config", "workdir"])
+  define_flags()
   app.run(main)

@@ -1,31 +1,45 @@
 """The two rules that bound staleness without throwing anything away.
 
-Both speak of groups: a group has one version, and counts as a whole. Source:
-DORA, arXiv 2604.26256, section 3 for the window; R1 and R2 are our reading of
-it, which bounds the lag of every trajectory by K whichever way the window is
-counted.
+Both speak of groups: a group has one version, and counts as a whole. K is
+`max_staleness`, P the groups of a batch. Source: DORA, arXiv 2604.26256, section
+3 for the window; the rules are our reading of it, and bound the lag of every
+trajectory by K whichever way the window is counted.
 """
 
 from collections.abc import Mapping
 
 
 def is_step_allowed(
-  step: int, *, max_staleness: int, num_unfinished: Mapping[int, int]
+  step: int,
+  *,
+  max_staleness: int,
+  prompts_per_batch: int,
+  num_left: Mapping[int, int],
 ) -> bool:
-  """Says whether R1 lets this step start.
+  """Says whether R1 lets this step start with the batch that is there.
 
-  R1: step s may start only if no unfinished trajectory has version <= s - K,
-  since it could then be trained at step s + 1 at the earliest, with lag > K.
+  R1: step s may start only if for every version w the groups of versions <= w
+  that it leaves untrained, finished or not, number at most (w + K - s) * P: they
+  fit into the steps s + 1 … w + K that are left for them.
+
+  For w = s - K this says that nothing of version <= s - K may be left. That case
+  alone would not do: where several old groups are still running, newer ones
+  could take their places in one batch after another until more of them are left
+  than the last allowed step can hold.
 
   Args:
     step: s, the step that makes version s + 1.
     max_staleness: K.
-    num_unfinished: version -> its groups that are not yet ready for training.
+    prompts_per_batch: P.
+    num_left: version -> its groups, running or ready, outside of the batch.
   """
-  return not any(
-    count and version <= step - max_staleness
-    for version, count in num_unfinished.items()
-  )
+  num_older = 0
+  for version in sorted(num_left):
+    num_older += num_left[version]
+    room = (version + max_staleness - step) * prompts_per_batch
+    if num_older > max(0, room):
+      return False
+  return True
 
 
 def admission_room(

@@ -124,27 +124,43 @@ class PromptTask:
     """Prompts that are never trained on."""
     return [problem.prompt for problem in self._heldout]
 
-  def worked_examples(self, *, prefix: str = "") -> list[TokenPair]:
+  def worked_examples(
+    self, *, prefix: str, wrong_share: float, seed: int
+  ) -> list[TokenPair]:
     """Training prompts and their answers written out, for a cold start.
 
     Args:
       prefix: text between prompt and answer, such as the space that a
         tokenizer joins to the word after it.
+      wrong_share: share of the examples that get the answer of another one, so
+        that what imitates them is right no more often than they are.
+      seed: of the choice of those.
 
     Returns:
       Pairs (prompt tokens, completion tokens); the completion ends in the
       tokenizer's first stop token. Held-out examples are not among them.
     """
     stop_id = self._tokenizer.stop_ids[0]
+    rng = np.random.default_rng(seed)
+    is_wrong = rng.random(len(self._train)) < wrong_share
+    others = rng.permutation(len(self._train))
     return [
       (
         problem.prompt.tokens,
         np.asarray(
-          [*self._tokenizer.encode(prefix + problem.example.worked), stop_id],
+          [
+            *self._tokenizer.encode(
+              prefix
+              + self._train[other if wrong else index].example.worked
+            ),
+            stop_id,
+          ],
           np.int32,
         ),
       )
-      for problem in self._train
+      for index, (problem, wrong, other) in enumerate(
+        zip(self._train, is_wrong, others, strict=True)
+      )
     ]
 
   def _fitting(self, source: Sequence[sources.Example]) -> list[_Problem]:

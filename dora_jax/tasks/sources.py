@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from pyarrow import parquet
 
 from dora_jax.tasks import lookup
@@ -44,9 +45,9 @@ def load(
   """The examples that config.task describes; each kind takes what it needs.
 
   Args:
-    kind: "reasoning_gym", "jsonl", "parquet" or "sums".
+    kind: "reasoning_gym", "jsonl", "parquet", "sums" or "reversal".
     name: the generator of reasoning_gym.
-    params: parameters of the generator, or of `sums`.
+    params: parameters of the generator, of `sums` or of `reversal`.
     path: the file.
     columns: from question, answer and (optional) worked to the file's columns;
       of reasoning_gym, from question to what its entries or their metadata name.
@@ -65,10 +66,15 @@ def load(
       sums, params, num_positional=0, field="config.task.params"
     )
     return sums(**params)
+  if kind == "reversal":
+    lookup.check_keywords(
+      reversal, params, num_positional=0, field="config.task.params"
+    )
+    return reversal(**params, size=size, seed=seed)
   kinds = {"jsonl": jsonl_rows, "parquet": parquet_rows}
   lookup.check_name(
     kind,
-    ("reasoning_gym", "sums", *kinds),
+    ("reasoning_gym", "reversal", "sums", *kinds),
     what="source",
     field="config.task.source",
   )
@@ -78,17 +84,52 @@ def load(
 
 
 def sums(*, max_term: int) -> list[Example]:
-  """Every sum of two terms from 0 to max_term, in order: "3+4" is "7"."""
+  """Every sum of two terms from 0 to max_term, in order: "3 + 4" is "7"."""
   terms = range(max_term + 1)
   examples = [
     Example(
-      question=f"{a}+{b}", answer=str(a + b), worked=str(a + b), metadata={}
+      question=f"{a} + {b}", answer=str(a + b), worked=str(a + b), metadata={}
     )
     for a in terms
     for b in terms
   ]
   return _refuse_empty(
     examples, f"sums with max_term {max_term}", "config.task.params.max_term"
+  )
+
+
+def reversal(
+  *, alphabet: str, min_length: int, max_length: int, size: int, seed: int
+) -> list[Example]:
+  """Random strings to be written backward: "472" is "274"; none comes twice.
+
+  A string's length, hence that of its answer, is drawn evenly.
+
+  Raises:
+    ValueError: there are not `size` different strings of these lengths.
+  """
+  num_strings = sum(
+    len(alphabet) ** length for length in range(min_length, max_length + 1)
+  )
+  # Drawing without repeats slows down as the last ones are looked for.
+  if 2 * size > num_strings:
+    raise ValueError(
+      f"config.task.size is {size}, but of {len(alphabet)} characters there "
+      f"are {num_strings} strings of {min_length} to {max_length}: at most "
+      "half as many can be asked for."
+    )
+  rng = np.random.default_rng(seed)
+  drawn: dict[str, None] = {}
+  while len(drawn) < size:
+    length = rng.integers(min_length, max_length + 1)
+    drawn["".join(rng.choice(list(alphabet), length))] = None
+  return _refuse_empty(
+    [
+      Example(question=text, answer=text[::-1], worked=text[::-1], metadata={})
+      for text in drawn
+    ],
+    f"reversal of size {size}",
+    "config.task.size",
   )
 
 

@@ -6,23 +6,26 @@ from dora_jax.coordinator import window
 
 
 @pytest.mark.parametrize(
-  ("step", "max_staleness", "num_unfinished", "allowed"),
+  ("step", "k", "num_left", "allowed"),
   [
-    (5, 2, {4: 3, 5: 1}, True),
-    # Version 3 is trained at step 6 at the earliest: lag 3 > 2.
-    (5, 2, {3: 1, 5: 1}, False),
-    (5, 2, {3: 0}, True),
-    (0, 0, {0: 1}, False),
+    # K = 0: nothing may be left of what could only be trained later.
     (0, 0, {}, True),
-    (0, 1, {0: 1}, True),
+    (0, 0, {0: 1}, False),
+    (5, 2, {3: 0, 4: 1}, True),
+    # Version 3 would be trained at step 6 at the earliest: lag 3 > 2.
+    (5, 2, {3: 1}, False),
+    # Version 4 has step 6 alone, which holds 4 groups.
+    (5, 2, {4: 4}, True),
+    (5, 2, {4: 5}, False),
+    # Versions 4 and 5 together have steps 6 and 7.
+    (5, 2, {4: 3, 5: 5}, True),
+    (5, 2, {4: 3, 5: 6}, False),
   ],
 )
-def test_r1_holds_a_step_for_the_oldest(
-  step, max_staleness, num_unfinished, allowed
-):
+def test_r1_by_hand(step, k, num_left, allowed):
   assert (
     window.is_step_allowed(
-      step, max_staleness=max_staleness, num_unfinished=num_unfinished
+      step, max_staleness=k, prompts_per_batch=4, num_left=num_left
     )
     is allowed
   )

@@ -20,12 +20,12 @@ def config(**changes: Any):
   made.task.params = {"max_term": 5}
   made.task.template = "{question}="
   made.task.num_heldout = 4
-  made.task.max_prompt_tokens = 6
+  made.task.max_prompt_tokens = 8
   made.task.reward_timeout_s = 60.0
   made.mesh.num_generators = 2
   made.generator.slots = 4
   made.generator.page_size = 4
-  made.generator.max_length = 10
+  made.generator.max_length = 12
   made.generator.max_new_tokens = 4
   made.generator.chunk_steps = 2
   made.coordinator.max_staleness = 1
@@ -33,9 +33,9 @@ def config(**changes: Any):
   made.coordinator.group_size = 4
   made.coordinator.num_steps = 3
   made.trainer.lr = 1e-2
-  made.trainer.row_length = 20
+  made.trainer.row_length = 24
   made.trainer.rows_per_batch = 2
-  made.trainer.logprob_chunk = 20
+  made.trainer.logprob_chunk = 24
   made.evaluation.num_prompts = 4
   made.evaluation.temperature = 1.0
   with made.unlocked():

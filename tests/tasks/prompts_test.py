@@ -95,7 +95,9 @@ def test_prompt_carries_all_that_a_reward_needs():
   assert prompt.tokens.tolist() == [5, 12, 6, 13]
   assert prompt.tokens.dtype == np.int32
   assert (prompt.answer, prompt.metadata) == ("7", {"q": "3+4"})
-  ((tokens, completion),) = task.worked_examples(prefix="=")
+  ((tokens, completion),) = task.worked_examples(
+    prefix="=", wrong_share=0.0, seed=0
+  )
   assert tokens.tolist() == prompt.tokens.tolist()
   assert completion.tolist() == [13, 9, 1]
 
@@ -120,8 +122,26 @@ def test_heldout_questions_are_never_trained_on(questions, num_heldout, seed):
   assert not set(held) & set(trained)
   kept = [f"{question}=" for question in questions]
   assert sorted(trained) == sorted(text for text in kept if text not in held)
-  worked = [TOKENIZER.decode(t.tolist()) for t, _ in task.worked_examples()]
+  examples = task.worked_examples(prefix="", wrong_share=0.0, seed=0)
+  worked = [TOKENIZER.decode(t.tolist()) for t, _ in examples]
   assert sorted(worked) == sorted(trained)
+
+
+def test_a_share_of_the_demonstrations_shows_anothers_answer():
+  task = make_task([example(f"{n}+0", f"{n}") for n in range(400)])
+
+  def shown(wrong_share):
+    return [
+      (TOKENIZER.decode(p.tolist()).split("+")[0], TOKENIZER.decode(c.tolist()))
+      for p, c in task.worked_examples(
+        prefix="", wrong_share=wrong_share, seed=1
+      )
+    ]
+
+  assert all(number == answer for number, answer in shown(0.0))
+  num_wrong = sum(number != answer for number, answer in shown(0.25))
+  assert 70 <= num_wrong <= 130  # 100 are expected, with a deviation of 8.7
+  assert shown(0.25) == shown(0.25)
 
 
 def test_heldout_from_a_source_of_its_own():

@@ -73,12 +73,23 @@ def test_reasoning_gym_names_the_nearest():
     load("reasoning_gym", name="spell_backward", size=0)
 
 
+def test_reversal_draws_different_strings():
+  params = {"alphabet": "01", "min_length": 2, "max_length": 4}
+  examples = load("reversal", params=params, size=14)
+  questions = [example.question for example in examples]
+  assert len(set(questions)) == 14
+  assert {len(question) for question in questions} <= {2, 3, 4}
+  assert all(e.answer == e.worked == e.question[::-1] for e in examples)
+  with pytest.raises(ValueError, match=r"config\.task\.size is 15.*are 28"):
+    load("reversal", params=params, size=15)
+
+
 def test_sums_enumerates_all_pairs():
   examples = load("sums", params={"max_term": 2})
   assert [(e.question, e.answer) for e in examples] == [
-    *(("0+0", "0"), ("0+1", "1"), ("0+2", "2")),
-    *(("1+0", "1"), ("1+1", "2"), ("1+2", "3")),
-    *(("2+0", "2"), ("2+1", "3"), ("2+2", "4")),
+    *(("0 + 0", "0"), ("0 + 1", "1"), ("0 + 2", "2")),
+    *(("1 + 0", "1"), ("1 + 1", "2"), ("1 + 2", "3")),
+    *(("2 + 0", "2"), ("2 + 1", "3"), ("2 + 2", "4")),
   ]
   with pytest.raises(ValueError, match="Did you mean 'max_term'"):
     load("sums", params={"max_terms": 2})

@@ -3,6 +3,7 @@
 Source: arXiv 2604.26256, sections 3 and 4; the rules are in `window`.
 """
 
+import collections
 from typing import Literal
 
 from dora_jax.coordinator import window
@@ -64,14 +65,19 @@ class Dora:
 
   def batch(self, view: base.View) -> list[int]:
     """The oldest P ready groups, once R1 allows the step."""
-    ready = view.ledger.ready
-    if len(ready) < view.batch_size or not window.is_step_allowed(
+    chosen = view.ledger.ready[: view.batch_size]
+    if len(chosen) < view.batch_size:
+      return []
+    num_left = collections.Counter(view.ledger.num_untrained)
+    num_left.subtract(version for version, _ in chosen)
+    if not window.is_step_allowed(
       view.next_step,
       max_staleness=self.max_staleness,
-      num_unfinished=view.ledger.num_unfinished,
+      prompts_per_batch=view.prompts_per_batch,
+      num_left=num_left,
     ):
       return []
-    return [group_id for _, group_id in ready[: view.batch_size]]
+    return [group_id for _, group_id in chosen]
 
   def step_started(
     self, view: base.View, *, waited_s: float, step_s: float

@@ -1,0 +1,50 @@
+"""With K = 0, dora is the synchronous loop, bit for bit."""
+
+import numpy as np
+import jax
+import pytest
+
+from dora_jax import export
+from tests.runtime import tiny
+
+
+@pytest.fixture(scope="module")
+def params_of_sync(tmp_path_factory):
+  return params_of(tmp_path_factory.mktemp("sync"), schedule="sync", lanes=1)
+
+
+def params_of(workdir, *, schedule, lanes):
+  config = tiny.config(
+    coordinator__schedule=schedule,
+    coordinator__max_staleness=0,
+    coordinator__num_steps=4,
+    mesh__lanes=lanes,
+    task__reward="tests.runtime.tiny_rewards:digits",
+    evaluation__num_prompts=0,
+  )
+  assert tiny.run(config, workdir) == 0
+  return export.restore(workdir, step=4).params
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_dora_at_k_0_makes_the_same_params(tmp_path, params_of_sync, lanes):
+  # The lanes change who samples what beside whom; the samples do not change.
+  params = params_of(tmp_path, schedule="dora", lanes=lanes)
+  jax.tree.map(np.testing.assert_array_equal, params, params_of_sync)
+
+
+def test_training_has_moved_the_params(params_of_sync, tmp_path):
+  config = tiny.config()
+  from dora_jax.runtime import build
+
+  shape = build.build_model_config(config, build.build_tokenizer(config))
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
+  )
+  initial = build.build_params(config, shape, mesh)
+  moved = jax.tree.map(
+    lambda a, b: float(np.max(np.abs(np.asarray(a) - np.asarray(b)))),
+    initial,
+    params_of_sync,
+  )
+  assert min(jax.tree.leaves(moved)) > 1e-4

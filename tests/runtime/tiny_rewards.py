@@ -1,0 +1,14 @@
+"""Rewards of the runtime's tests; loaded by name in the reward processes."""
+
+
+def digits(prompt, completion: str) -> float:
+  """Pays for digits, so that every group has a spread of rewards."""
+  del prompt
+  return sum(character.isdigit() for character in completion) / 4
+
+
+def picky(prompt, completion: str) -> float:
+  """Raises for the prompts whose answer is odd."""
+  if int(prompt.answer) % 2:
+    raise ValueError(f"cannot judge {prompt.answer}")
+  return digits(prompt, completion)
