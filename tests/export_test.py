@@ -1,0 +1,68 @@
+"""An exported run is its checkpoint, for us and for transformers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax import export
+from dora_jax.model import attention, huggingface, transformer
+from tests.runtime import tiny
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """The workdir of a run of one step, and the folder of its export."""
+  workdir = tmp_path_factory.mktemp("run")
+  config = tiny.config(
+    coordinator__num_steps=1,
+    task__reward="tests.runtime.tiny_rewards:digits",
+    evaluation__num_prompts=0,
+  )
+  assert tiny.run(config, workdir) == 0
+  out = workdir / "exported"
+  export.export(workdir, out, step=None, dtype="float32")
+  return workdir, out
+
+
+def test_what_is_exported_is_the_checkpoint(folders):
+  workdir, out = folders
+  shape = huggingface.load_config(out)
+  loaded = huggingface.load_params(out, shape, dtype=jnp.float32)
+  expected = export.restore(workdir, step=1).params
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_a_step_that_was_not_kept_is_named(folders, tmp_path):
+  workdir, _ = folders
+  with pytest.raises(FileNotFoundError, match=r"7"):
+    export.export(workdir, tmp_path, step=7, dtype="float32")
+
+
+@pytest.mark.parity
+def test_transformers_gives_the_same_logits(folders):
+  workdir, out = folders
+  pytest.importorskip("torch", reason="torch is not installed")
+  import torch
+  import transformers
+
+  shape = huggingface.load_config(out)
+  tokens_BT = np.array([[3, 5, 2, 9, 4, 1, 7], [1, 1, 8, 2, 2, 6, 3]], np.int32)
+  positions_BT = jnp.tile(jnp.arange(7, dtype=jnp.int32), (2, 1))
+  params = export.restore(workdir, step=1).params
+  hidden_BTD, _ = transformer.forward(
+    params,
+    shape,
+    tokens_BT,
+    positions_BT,
+    attend=attention.causal_attention(),
+  )
+  ours_BTV = transformer.unembed(params, shape, hidden_BTD)
+  model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    out, attn_implementation="eager"
+  )
+  with torch.no_grad():
+    theirs_BTV = model.eval()(torch.tensor(tokens_BT, dtype=torch.long)).logits
+  np.testing.assert_allclose(ours_BTV, theirs_BTV.numpy(), atol=1e-4)
