@@ -1,4 +1,4 @@
-"""Qwen3-0.6B learns the word problems of GSM8K; for 4 or more GPUs or TPU chips.
+"""Qwen3-0.6B learns the word problems of GSM8K; for 4 or more GPUs or chips.
 
   source    GSM8K (https://arxiv.org/abs/2110.14168), models/ and data/ as below
   command   python -m dora_jax.main --config=configs/gsm8k_qwen3_0p6b.py \\
@@ -22,7 +22,8 @@ def get_config():
   config.task.path = "data/gsm8k/train.jsonl"
   config.task.extract = "gsm8k"
   config.task.template = (
-    "{question}\nReason step by step, and put your final answer within \\boxed{}."
+    "{question}\nReason step by step, "
+    "and put your final answer within \\boxed{}."
   )
   config.task.chat = True
   config.task.num_heldout = 256

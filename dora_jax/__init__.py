@@ -1,1 +1,1 @@
-"""Reinforcement learning for language models by multi-version streaming rollout."""
+"""RL for language models by multi-version streaming rollout."""

@@ -21,6 +21,7 @@ from dora_jax.model import huggingface, transformer
 from dora_jax.runtime import build
 from dora_jax.trainer import train_state
 
+
 def restore(
   workdir: pathlib.Path, *, step: int | None
 ) -> train_state.TrainState:

@@ -2,9 +2,10 @@
 
   python -m dora_jax.main --config=configs/NAME.py --workdir=DIR
 
-Any field of the config can be set on the way: --config.trainer.lr=1e-6. The exit
-status is 0 where the run ended as it should and every promise held, 1 where one
-was broken or a part failed, 2 where the config cannot be run, 130 after Ctrl-C.
+Any field of the config can be set on the way: --config.trainer.lr=1e-6. The
+exit status is 0 where the run ended as it should and every promise held, 1
+where one was broken or a part failed, 2 where the config cannot be run, and 130
+after Ctrl-C.
 """
 
 import pathlib
@@ -76,7 +77,9 @@ def main(argv: list[str]) -> int:
   config = flags.FLAGS.config
   try:
     if len(argv) > 1:
-      raise ValueError(f"Arguments {argv[1:]} mean nothing: use --config.FIELD.")
+      raise ValueError(
+        f"Arguments {argv[1:]} mean nothing: use --config.FIELD."
+      )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
   except ValueError as error:
@@ -94,7 +97,7 @@ def main(argv: list[str]) -> int:
 def unknown_field(argv: list[str]) -> str | None:
   """What is wrong with a --config.FIELD that does not exist, if one is.
 
-  Asked before the flags are parsed, for ml_collections ends that in a traceback.
+  Asked before the flags are parsed, which would end in a traceback.
   """
   paths = [a.partition("=")[2] for a in argv if re.match("--?config=", a)]
   if not paths:

@@ -73,7 +73,7 @@ class Trajectory:
     completion: sampled token ids, the stop token included.
     behavior_logprobs: log-probability in nats of each sampled token, under the
       distribution it was drawn from (after temperature).
-    finish_reason: "stop" where a stop token ended it, "length" where the limit did.
+    finish_reason: "stop" where a stop token ended it, else "length".
   """
 
   group_id: int
@@ -117,7 +117,7 @@ class PackedBatch:
     loss_mask: 1.0 where the policy sampled the token, else 0.0.
     advantages: advantage of the token's trajectory; 0.0 where not sampled.
     behavior_logprobs: in nats; 0.0 where not sampled.
-    lags: version being trained minus the trajectory's version; 0 where not sampled.
+    lags: version being trained minus the trajectory's; 0 where not sampled.
   """
 
   tokens: Int[np.ndarray, "B T"]

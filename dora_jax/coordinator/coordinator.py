@@ -63,7 +63,7 @@ class Coordinator:
     self.newest_version = 0
     self.stop_reason: str | None = None
     self.versions_alive_max = 1
-    self.trainer_wait_s: collections.Counter[str] = collections.Counter()
+    self.trainer_wait_s = {"data": 0.0, "straggler": 0.0}
 
   def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
     """Takes one event and returns the commands that follow from it.
@@ -91,7 +91,7 @@ class Coordinator:
     return commands
 
   def _note(self, event: ev.Event, now_s: float) -> list[ev.Command]:
-    """Brings the state up to date; commands that follow from the event alone."""
+    """Brings the state up to date; commands that follow at once."""
     match event:
       case ev.GeneratorJoined():
         self._generators[event.generator_id] = placement.GeneratorView(
@@ -286,7 +286,8 @@ class Coordinator:
       oldest_version=self.versions_alive()[0],
     )
     commands: list[ev.Command] = []
-    for version in sorted({g.version for g in generators}, reverse=True):
+    versions = {g.version for g in generators if g.version is not None}
+    for version in sorted(versions, reverse=True):
       num_free = sum(g.num_free() for g in generators if g.version == version)
       room = min(
         self._schedule.room(self._view(), version), self._num_left_to_start()

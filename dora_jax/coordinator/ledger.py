@@ -1,4 +1,4 @@
-"""Where every group is, exactly once: running, ready, in batch, trained, dropped.
+"""Where every group is: running, ready, in batch, trained or dropped.
 
 A transition that is not on the map raises, so that a duplicate or lost event
 stops the run instead of training something twice.

@@ -103,15 +103,14 @@ def generators_to_fill(
   requests takes nothing new, so that it is soon empty and can load it, and the
   others go on meanwhile.
 
-  Source: DORA, arXiv 2604.26256, section 4 (Algorithm 1, opportunistic filling).
+  Source: DORA, arXiv 2604.26256, section 4 (Algorithm 1, line 4).
   """
   serving = [g for g in generators if g.version is not None]
   if any(newest_version in (g.version, g.loading) for g in generators):
-    return [
-      g
-      for g in serving
-      if g.version == newest_version or g.version > oldest_version
-    ]
+    may_fill = {newest_version} | {
+      g.version for g in serving if (g.version or 0) > oldest_version
+    }
+    return [g for g in serving if g.version in may_fill]
   if not serving:
     return []
   draining = min(serving, key=lambda g: (g.num_live, g.generator_id))

@@ -1,9 +1,9 @@
 """The two rules that bound staleness without throwing anything away.
 
 Both speak of groups: a group has one version, and counts as a whole. K is
-`max_staleness`, P the groups of a batch. Source: DORA, arXiv 2604.26256, section
-3 for the window; the rules are our reading of it, and bound the lag of every
-trajectory by K whichever way the window is counted.
+`max_staleness`, P the groups of a batch. Source: DORA, arXiv 2604.26256,
+section 3 for the window; the rules are our reading of it, and bound the lag of
+every trajectory by K whichever way the window is counted.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ def is_step_allowed(
   """Says whether R1 lets this step start with the batch that is there.
 
   R1: step s may start only if for every version w the groups of versions <= w
-  that it leaves untrained, finished or not, number at most (w + K - s) * P: they
-  fit into the steps s + 1 … w + K that are left for them.
+  that it leaves untrained, finished or not, number at most (w + K - s) * P:
+  they fit into the steps s + 1 … w + K that are left for them.
 
-  For w = s - K this says that nothing of version <= s - K may be left. That case
-  alone would not do: where several old groups are still running, newer ones
-  could take their places in one batch after another until more of them are left
-  than the last allowed step can hold.
+  For w = s - K this says that nothing of version <= s - K may be left. That
+  case alone would not do: where several old groups are still running, newer
+  ones could take their places in one batch after another, until more of them
+  are left than the last allowed step can hold.
 
   Args:
     step: s, the step that makes version s + 1.

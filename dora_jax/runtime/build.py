@@ -5,14 +5,14 @@ import dataclasses
 import json
 import pathlib
 import queue
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dora_jax import checkpoint, config as config_lib, interfaces, trace
+from dora_jax import checkpoint, interfaces, trace
+from dora_jax import config as config_lib
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import registry
 from dora_jax.generator import worker as worker_lib
@@ -200,7 +200,7 @@ def build_coordinator(config: Config) -> coordinator_lib.Coordinator:
     coordinator.schedule,
     max_staleness=coordinator.max_staleness,
     prompts_per_batch=coordinator.prompts_per_batch,
-    rollout_groups=config_lib.rollout_groups(config) or "auto",
+    rollout_groups=config_lib.rollout_groups(config),
   )
   return coordinator_lib.Coordinator(
     schedule=schedule,
@@ -210,9 +210,7 @@ def build_coordinator(config: Config) -> coordinator_lib.Coordinator:
   )
 
 
-def build_canary(
-  config: Config, task: prompts.PromptTask
-) -> canary_lib.Canary:
+def build_canary(config: Config, task: prompts.PromptTask) -> canary_lib.Canary:
   """A sequence of real prompt tokens, so that it looks like training's."""
   tokens = task.prompt(0).tokens[:_CANARY_LENGTH]
   if len(tokens) < 2:

@@ -26,7 +26,8 @@ class Canary:
     if not difference <= self.tolerance_nats:
       raise ValueError(
         f"{who} serves version {version}, but its log-probabilities of the "
-        f"canary differ from the trainer's by up to {difference:.4g} nats, more "
-        f"than config.runtime.canary_tolerance = {self.tolerance_nats:.4g}: "
+        f"canary differ from the trainer's by up to {difference:.4g} nats, "
+        f"more than config.runtime.canary_tolerance = "
+        f"{self.tolerance_nats:.4g}: "
         "these are not the weights that were trained."
       )

@@ -1,8 +1,8 @@
 """Held-out accuracy of one version, measured while training goes on.
 
-An evaluation holds its version in the store from beginning to end, so it speaks
-of exactly one. It runs on a lane of its own: the trainer never waits for it, and
-generators share only their mesh with it.
+An evaluation holds its version in the store from beginning to end, so it
+speaks of exactly one. It runs on a lane of its own: the trainer never waits for
+it, and generators share only their mesh with it.
 """
 
 import collections

@@ -150,7 +150,9 @@ class GeneratorPart(part.Part):
       assert version is not None, "requests are live, so a version is loaded"
       self._note(generator_id, version, start_s, end_s, len(trajectories))
       if trajectories:
-        self._post(Sampled(generator_id=generator_id, trajectories=trajectories))
+        self._post(
+          Sampled(generator_id=generator_id, trajectories=trajectories)
+        )
 
   def _note(
     self,

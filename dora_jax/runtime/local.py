@@ -68,7 +68,11 @@ class Parts:
 
   def all(self) -> list[part.Part]:
     """Each part once."""
-    return [self.trainer, self.rewards, *dict.fromkeys(self.generators.values())]
+    return [
+      self.trainer,
+      self.rewards,
+      *dict.fromkeys(self.generators.values()),
+    ]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -387,10 +391,9 @@ class LocalRuntime:
     """
 
     def ask(number: int, _: Any) -> None:
-      self._inbox.put(
-        ev.StopRequested(reason=signal.Signals(number).name.lower())
-      )
-      signal.signal(number, before[number])
+      name = signal.Signals(number)
+      self._inbox.put(ev.StopRequested(reason=name.name.lower()))
+      signal.signal(name, before[name])
 
     before = {
       number: signal.signal(number, ask)

@@ -16,7 +16,6 @@ from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.runtime import evaluation as evaluation_lib
 from dora_jax.runtime import progress, summary
 
-
 # Shorter waits come and go too fast to be read.
 _LONG_WAIT_S = 0.5
 

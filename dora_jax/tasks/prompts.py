@@ -150,8 +150,7 @@ class PromptTask:
         np.asarray(
           [
             *self._tokenizer.encode(
-              prefix
-              + self._train[other if wrong else index].example.worked
+              prefix + self._train[other if wrong else index].example.worked
             ),
             stop_id,
           ],

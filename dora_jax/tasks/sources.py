@@ -50,7 +50,7 @@ def load(
     params: parameters of the generator, of `sums` or of `reversal`.
     path: the file.
     columns: from question, answer and (optional) worked to the file's columns;
-      of reasoning_gym, from question to what its entries or their metadata name.
+      of reasoning_gym, from question to a field of its entries or metadata.
     extract: named function that takes the answer out of its column; empty
       takes the column as it is.
     size: number of examples to generate; of a file, how many to read at most,
@@ -58,9 +58,7 @@ def load(
     seed: of the generator.
   """
   if kind == "reasoning_gym":
-    return generate(
-      name, params=params, columns=columns, size=size, seed=seed
-    )
+    return generate(name, params=params, columns=columns, size=size, seed=seed)
   if kind == "sums":
     lookup.check_keywords(
       sums, params, num_positional=0, field="config.task.params"

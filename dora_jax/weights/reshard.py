@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Leaves that are moved together, so that a large model is never in flight whole.
+# Moved together, so that a large model is never in flight whole.
 _BUCKET_BYTES = 256 * 2**20
 
 

@@ -144,7 +144,7 @@ class WeightStore:
           f"{holder} lets go of version {version}, which it does not hold."
         )
       mesh_id = entry.holders.pop(holder)
-      if mesh_id not in entry.holders.values():
+      if mesh_id is not None and mesh_id not in entry.holders.values():
         entry.copies.pop(mesh_id, None)
       if not entry.holders:
         del self._versions[version]

@@ -21,7 +21,9 @@ def test_a_group_goes_once_around():
   assert ledger.lag_counts == {2: 2} and ledger.num_trained == 0
   ledger.commit()
   assert ledger.num_trained == 1 and ledger.num_committed() == 1
-  with pytest.raises(ValueError, match="Group 0 is to be trained, but it is not"):
+  with pytest.raises(
+    ValueError, match="Group 0 is to be trained, but it is not"
+  ):
     ledger.take([group_id], step=6)
 
 
@@ -46,7 +48,7 @@ def test_what_is_not_on_the_map_raises():
   ledger = ledger_lib.Ledger(group_size=2)
   group = ledger.start(1)
   ledger.submit(0, 7, 1)
-  with pytest.raises(ValueError, match="belongs to version 1.*with version 2"):
+  with pytest.raises(ValueError, match=r"belongs to version 1.*with version 2"):
     ledger.finish(0, 0, version=2, generator_id=7)
   with pytest.raises(ValueError, match="generator 8, which does not run it"):
     ledger.finish(0, 0, version=1, generator_id=8)

@@ -22,7 +22,7 @@ class World:
     group_size: int,
     num_steps: int,
     slots: list[int],
-    rollout_groups="auto",
+    rollout_groups: int | None = None,
     num_groups: int | None = None,
     fails=lambda group_id, member: False,
   ):
@@ -42,7 +42,9 @@ class World:
     self.fails = fails
     self.slots = dict(enumerate(slots))
     self.serving: dict[int, int | None] = {}
-    self.running: dict[int, set[tuple[int, int]]] = {g: set() for g in self.slots}
+    self.running: dict[int, set[tuple[int, int]]] = {
+      g: set() for g in self.slots
+    }
     self.versions: dict[int, int] = {}
     self.submitted: set[tuple[int, int]] = set()
     self.freed: set[int] = set()
@@ -88,9 +90,7 @@ class World:
         assert command.version not in self.freed
         self.serving[command.generator_id] = None
         self.pending.append(
-          ev.Loaded(
-            generator_id=command.generator_id, version=command.version
-          )
+          ev.Loaded(generator_id=command.generator_id, version=command.version)
         )
       case ev.Submit():
         self._submit(command)
@@ -139,7 +139,8 @@ class World:
         )
       )
     assert (
-      len(self.running[command.generator_id]) <= self.slots[command.generator_id]
+      len(self.running[command.generator_id])
+      <= self.slots[command.generator_id]
     )
 
   def _train(self, command: ev.Train) -> None:

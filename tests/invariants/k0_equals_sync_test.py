@@ -1,7 +1,7 @@
 """With K = 0, dora is the synchronous loop, bit for bit."""
 
-import numpy as np
 import jax
+import numpy as np
 import pytest
 
 from dora_jax import export

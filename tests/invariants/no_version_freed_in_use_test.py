@@ -15,7 +15,9 @@ from dora_jax.weights import store as store_lib
 
 def make_store():
   shardings = {
-    mesh_id: {"a": jax.sharding.SingleDeviceSharding(jax.devices()[1 + mesh_id])}
+    mesh_id: {
+      "a": jax.sharding.SingleDeviceSharding(jax.devices()[1 + mesh_id])
+    }
     for mesh_id in range(2)
   }
   return store_lib.WeightStore(shardings=shardings, dtype=jnp.float32)
@@ -64,9 +66,9 @@ def test_random_holders_always_find_their_version(moves):
     assert store.versions() == sorted({version for _, version in held})
   gc.collect()
   alive = {version for _, version in held}
-  assert all(
-    ref() is None or version in alive for version, ref in arrays
-  ), "a version that nobody holds still takes memory"
+  assert all(ref() is None or version in alive for version, ref in arrays), (
+    "a version that nobody holds still takes memory"
+  )
 
 
 def test_a_version_cannot_go_between_reserve_and_place():
@@ -88,13 +90,19 @@ def test_misuse_is_named():
   store = make_store()
   publication = store.publish(3, params_of(3), holder="coordinator")
   assert publication.num_changed == 1 and publication.num_bytes == 12
-  with pytest.raises(ValueError, match="Version 2 is published after version 3"):
+  with pytest.raises(
+    ValueError, match="Version 2 is published after version 3"
+  ):
     store.publish(2, params_of(2), holder="coordinator")
   with pytest.raises(ValueError, match=r"Version 1 is not in the store.*\[3\]"):
     store.reserve(1, holder="generator 0", mesh_id=0)
-  with pytest.raises(ValueError, match="generator 0 has not reserved version 3"):
+  with pytest.raises(
+    ValueError, match="generator 0 has not reserved version 3"
+  ):
     store.place(3, holder="generator 0")
-  with pytest.raises(ValueError, match="lets go of version 3, which it does not"):
+  with pytest.raises(
+    ValueError, match="lets go of version 3, which it does not"
+  ):
     store.release(3, holder="generator 0")
   # Publishing unchanged weights is seen.
   assert store.publish(4, params_of(3), holder="coordinator").num_changed == 0

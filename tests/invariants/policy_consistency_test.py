@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dora_jax import export
 from dora_jax.model import attention, transformer
 from dora_jax.runtime import build
-from dora_jax import export
 from tests.runtime import tiny
 
 

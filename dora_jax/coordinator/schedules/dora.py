@@ -4,7 +4,6 @@ Source: arXiv 2604.26256, sections 3 and 4; the rules are in `window`.
 """
 
 import collections
-from typing import Literal
 
 from dora_jax.coordinator import window
 from dora_jax.coordinator.schedules import base
@@ -18,12 +17,12 @@ class Dora:
 
   R2 is the cap. Below it the schedule aims for the least work under way that
   keeps the trainer fed, since more would only be older when it is trained: with
-  `rollout_groups = "auto"` the aim grows by P/4 after a step that the trainer
+  `rollout_groups` None ("auto" in a config) the aim grows by P/4 after a step that the trainer
   had to wait for, and shrinks where groups were left over.
 
   Attributes:
     max_staleness: K.
-    target: with "auto", the groups to have running or ready.
+    target: where it adapts, the groups to have running or ready.
   """
 
   def __init__(
@@ -31,7 +30,7 @@ class Dora:
     *,
     max_staleness: int,
     prompts_per_batch: int,
-    rollout_groups: int | Literal["auto"],
+    rollout_groups: int | None,
   ):
     """Sets the aim.
 
@@ -39,7 +38,7 @@ class Dora:
       max_staleness: K.
       prompts_per_batch: P.
       rollout_groups: the paper's RBS in groups, that is how many may be
-        unfinished at once; or "auto".
+        unfinished at once; None adapts it.
     """
     self.max_staleness = max_staleness
     self.target = min(2, max_staleness + 1) * prompts_per_batch
@@ -57,7 +56,7 @@ class Dora:
       num_untrained=view.ledger.num_untrained,
     )
     running = len(view.ledger.open)
-    if self._rollout_groups == "auto":
+    if self._rollout_groups is None:
       wanted = self.target - running - len(view.ledger.ready)
     else:
       wanted = self._rollout_groups - running
@@ -90,4 +89,6 @@ class Dora:
       cap = (self.max_staleness + 1) * self._prompts_per_batch
       self.target = min(cap, self.target + max(1, self._prompts_per_batch // 4))
     elif left_over:
-      self.target = max(self._prompts_per_batch, self.target - left_over // 2 - 1)
+      self.target = max(
+        self._prompts_per_batch, self.target - left_over // 2 - 1
+      )

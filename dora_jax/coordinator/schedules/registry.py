@@ -1,7 +1,5 @@
 """The names by which a config chooses a schedule."""
 
-from typing import Literal
-
 from dora_jax.coordinator.schedules import base, dora, sync
 
 
@@ -10,7 +8,7 @@ def create(
   *,
   max_staleness: int,
   prompts_per_batch: int,
-  rollout_groups: int | Literal["auto"],
+  rollout_groups: int | None,
 ) -> base.Schedule:
   """Builds a schedule; arguments as in `dora.Dora`."""
   if name == "sync":
