@@ -221,7 +221,12 @@ class Recorder:
     )
     for line in table.splitlines():
       self.note(line)
-    return summary.broken_promises(values, max_staleness=self._max_staleness)
+    # What a stop on request leaves unfinished breaks no promise.
+    judged = {
+      **values,
+      "dropped": values["dropped"] - dropped.get("stopped", 0),
+    }
+    return summary.broken_promises(judged, max_staleness=self._max_staleness)
 
   def close(self) -> None:
     """Closes every file; what was written stays valid."""

@@ -141,7 +141,8 @@ def test_ctrl_c_ends_in_order(tmp_path):
     process.wait()
   assert process.returncode == main.EXIT_INTERRUPTED, (seen, stdout, stderr)
   assert "stopping: sigint" in stdout
-  assert "Traceback" not in stderr
+  # What was under way is left undone, which breaks no promise.
+  assert "promise" not in stderr and "Traceback" not in stderr
   summary = json.loads((workdir / "summary.json").read_text())
   assert summary["steps"] >= 1 and summary["mixed"] == 0
   assert (workdir / "checkpoints" / str(int(summary["steps"]))).is_dir()
