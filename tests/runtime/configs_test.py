@@ -114,10 +114,12 @@ def make_small(config: Any, model_folder: pathlib.Path) -> None:
   config.coordinator.group_size = 2
   config.coordinator.num_steps = 2
   config.trainer.row_length = 128
+  config.trainer.rows_per_batch = 2
   config.trainer.logprob_chunk = 64
   config.evaluation.num_prompts = 2
 
 
+@pytest.mark.slow
 def test_gsm8k_takes_its_first_steps(tmp_path):
   for needed in ("tokenizers/qwen3", "gsm8k/train.jsonl"):
     if not (_DATA / needed).exists():
