@@ -140,7 +140,7 @@ def _coordinator() -> config_dict.ConfigDict:
   coordinator.max_staleness = 1  # K, in versions; K + 1 may live
   coordinator.prompts_per_batch = 8  # groups in a training step
   coordinator.group_size = 8  # trajectories of one prompt
-  coordinator.rollout_groups = "auto"  # groups in flight; or a number
+  coordinator.rollout_groups = "auto"  # groups in flight; or such as "24"
   coordinator.num_steps = 100  # training steps, hence versions
   return coordinator
 

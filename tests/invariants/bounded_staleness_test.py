@@ -24,7 +24,7 @@ def run(world, pick):
   return lags
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
   rng=st.randoms(use_true_random=False),
   k=st.integers(0, 4),

@@ -10,7 +10,7 @@ from tests.coordinator import world as world_lib
 from tests.runtime import tiny
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
   rng=st.randoms(use_true_random=False),
   k=st.integers(0, 3),

@@ -37,7 +37,7 @@ def worlds(draw, schedules=("sync", "dora")):
   return arguments
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=120, deadline=None)
 @hypothesis.given(
   worlds(), st.randoms(use_true_random=False), st.integers(0, 3)
 )
@@ -75,7 +75,7 @@ def test_every_run_ends_and_accounts_for_every_group(arguments, rng, bias):
     assert all(len(b) == len(world.batches[0]) for b in world.batches[:-1])
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
   worlds(), st.randoms(use_true_random=False), st.integers(0, 60)
 )

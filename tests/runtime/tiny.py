@@ -10,7 +10,7 @@ from dora_jax import main
 
 def config(**changes: Any):
   """One-digit sums for a one-layer model; `changes` are "section.field"."""
-  made = common.get_config()
+  made: Any = common.get_config()
   made.model.width = 16
   made.model.mlp_width = 32
   made.model.num_layers = 1

@@ -17,8 +17,8 @@ class Dora:
 
   R2 is the cap. Below it the schedule aims for the least work under way that
   keeps the trainer fed, since more would only be older when it is trained: with
-  `rollout_groups` None ("auto" in a config) the aim grows by P/4 after a step that the trainer
-  had to wait for, and shrinks where groups were left over.
+  `rollout_groups` None ("auto" in a config) the aim grows by P/4 after a step
+  that the trainer had to wait for, and shrinks where groups were left over.
 
   Attributes:
     max_staleness: K.
