@@ -18,7 +18,7 @@ from ml_collections import config_dict
 
 from dora_jax import checkpoint
 from dora_jax.model import huggingface, transformer
-from dora_jax.runtime import build
+from dora_jax.runtime import pieces
 from dora_jax.trainer import train_state
 
 
@@ -40,7 +40,7 @@ def restore(
   )
   try:
     state, _ = checkpoints.restore(
-      step, _abstract_state(shape, build.build_optimizer(config))
+      step, _abstract_state(shape, pieces.make_optimizer(config))
     )
   finally:
     checkpoints.close()
@@ -73,7 +73,7 @@ def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
   config = config_dict.ConfigDict(
     json.loads((workdir / "config.json").read_text())
   )
-  return config, build.build_model_config(config, build.build_tokenizer(config))
+  return config, pieces.make_model_config(config, pieces.make_tokenizer(config))
 
 
 def _abstract_state(

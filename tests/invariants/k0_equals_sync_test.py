@@ -35,13 +35,13 @@ def test_dora_at_k_0_makes_the_same_params(tmp_path, params_of_sync, lanes):
 
 def test_training_has_moved_the_params(params_of_sync, tmp_path):
   config = tiny.config()
-  from dora_jax.runtime import build
+  from dora_jax.runtime import pieces
 
-  shape = build.build_model_config(config, build.build_tokenizer(config))
+  shape = pieces.make_model_config(config, pieces.make_tokenizer(config))
   mesh = jax.sharding.Mesh(
     np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
   )
-  initial = build.build_params(config, shape, mesh)
+  initial = pieces.make_params(config, shape, mesh)
   moved = jax.tree.map(
     lambda a, b: float(np.max(np.abs(np.asarray(a) - np.asarray(b)))),
     initial,

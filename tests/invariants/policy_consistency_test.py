@@ -14,7 +14,7 @@ import numpy as np
 
 from dora_jax import export
 from dora_jax.model import attention, transformer
-from dora_jax.runtime import build
+from dora_jax.runtime import pieces
 from tests.runtime import tiny
 
 
@@ -33,7 +33,7 @@ def test_each_trajectory_is_its_versions_own(tmp_path):
   summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["mixed"] == 0 and summary["lag_max"] <= 2
 
-  shape = build.build_model_config(config, build.build_tokenizer(config))
+  shape = pieces.make_model_config(config, pieces.make_tokenizer(config))
   params = {v: export.restore(tmp_path, step=v).params for v in range(8)}
   lines = (tmp_path / "trajectories/sampled.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dora_jax import main
-from dora_jax.runtime import build, canary, local
+from dora_jax.runtime import build, canary, local, pieces
 from tests.runtime import tiny
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_the_run_ends_with_its_data(tmp_path, prompts_per_batch, num_steps):
   lines = (tmp_path / "trajectories/sampled.jsonl").read_text().splitlines()
   prompts = [json.loads(line)["prompt"] for line in lines]
   assert len(prompts) == len(set(prompts)) == num_steps
-  task = build.build_task(config, build.build_tokenizer(config))
+  task = pieces.make_task(config, pieces.make_tokenizer(config))
   heldout = {prompt.text for prompt in task.heldout_prompts()}
   assert not heldout & set(prompts)
 

@@ -1,0 +1,185 @@
+"""The pieces of a run, each made from its section of the config."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dora_jax import config as config_lib
+from dora_jax import interfaces
+from dora_jax.coordinator import coordinator as coordinator_lib
+from dora_jax.coordinator.schedules import registry
+from dora_jax.model import huggingface, transformer
+from dora_jax.parallel import axes
+from dora_jax.runtime import canary as canary_lib
+from dora_jax.tasks import prompts, sources, templates, tokenizers
+from dora_jax.trainer import train_state, train_step
+
+Config = Any
+
+_CANARY_LENGTH = 16
+
+
+def make_tokenizer(config: Config) -> interfaces.Tokenizer:
+  """The tokenizer of config.tokenizer."""
+  return tokenizers.load(
+    kind=config.tokenizer.kind,
+    alphabet=config.tokenizer.alphabet,
+    folder=config.tokenizer.folder,
+    stop_ids=tuple(config.tokenizer.stop_ids),
+  )
+
+
+def make_task(
+  config: Config, tokenizer: interfaces.Tokenizer
+) -> prompts.PromptTask:
+  """Prompts of config.task, this process's share of them."""
+  task = config.task
+  renderer: templates.Renderer = templates.TextTemplate(
+    task.template, few_shot=task.few_shot
+  )
+  if task.chat:
+    assert isinstance(renderer, templates.TextTemplate)
+    renderer = templates.ChatTemplate(renderer, folder=config.tokenizer.folder)
+  source = sources.load(
+    kind=task.source,
+    name=task.name,
+    params=task.params.to_dict(),
+    path=task.path,
+    columns=task.columns.to_dict(),
+    extract=task.extract,
+    size=task.size,
+    seed=task.seed,
+  )
+  return prompts.PromptTask(
+    source=source,
+    tokenizer=tokenizer,
+    renderer=renderer,
+    num_heldout=task.num_heldout,
+    max_prompt_tokens=task.max_prompt_tokens,
+    on_long_prompt=task.on_long_prompt,
+    num_epochs=task.num_epochs,
+    shuffle=task.shuffle,
+    seed=task.seed,
+    shard_index=jax.process_index(),
+    num_shards=jax.process_count(),
+  )
+
+
+def make_model_config(
+  config: Config, tokenizer: interfaces.Tokenizer
+) -> transformer.ModelConfig:
+  """The model's shape: the folder's, or that of the config's fields."""
+  model = config.model
+  if model.source == "huggingface":
+    shape = huggingface.load_config(model.folder)
+    config_lib.check_heads(
+      config, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads
+    )
+    if tokenizer.vocab_size > shape.vocab_size:
+      raise ValueError(
+        f"The tokenizer has {tokenizer.vocab_size} tokens, but the model of "
+        f"{model.folder} knows {shape.vocab_size}: config.tokenizer.folder and "
+        "config.model.folder do not belong together."
+      )
+    return shape
+  return transformer.ModelConfig(
+    vocab_size=tokenizer.vocab_size,
+    width=model.width,
+    mlp_width=model.mlp_width,
+    num_layers=model.num_layers,
+    num_heads=model.num_heads,
+    num_kv_heads=model.num_kv_heads,
+    head_width=model.head_width,
+    rope_theta=model.rope_theta,
+    norm_eps=model.norm_eps,
+    qk_norm=model.qk_norm,
+    qkv_bias=model.qkv_bias,
+    tied_head=model.tied_head,
+    max_positions=config.generator.max_length,
+  )
+
+
+def make_params(
+  config: Config, shape: transformer.ModelConfig, mesh: jax.sharding.Mesh
+) -> interfaces.Params:
+  """The initial params in float32, sharded for training."""
+  shardings = axes.shardings(transformer.logical_axes(shape), mesh, axes.TRAIN)
+  if config.model.source == "huggingface":
+    return huggingface.load_params(
+      config.model.folder, shape, dtype=jnp.float32, shardings=shardings
+    )
+  create = jax.jit(
+    lambda key: transformer.init_params(shape, key=key, dtype=jnp.float32),
+    out_shardings=shardings,
+  )
+  return create(jax.random.key(config.seed))
+
+
+def make_optimizer(config: Config) -> train_state.OptimizerSettings:
+  """The optimizer of config.trainer."""
+  trainer = config.trainer
+  return train_state.OptimizerSettings(
+    lr=trainer.lr,
+    warmup_steps=trainer.warmup_steps,
+    total_steps=config.coordinator.num_steps,
+    schedule=trainer.schedule,
+    b1=trainer.b1,
+    b2=trainer.b2,
+    eps=trainer.eps,
+    weight_decay=trainer.weight_decay,
+    clip_norm=trainer.clip_norm,
+  )
+
+
+def make_trainer(
+  config: Config,
+  shape: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  params: interfaces.Params,
+) -> train_step.Trainer:
+  """The trainer of config.trainer, at version 0."""
+  trainer = config.trainer
+  return train_step.Trainer(
+    config=shape,
+    mesh=mesh,
+    params=params,
+    optimizer=make_optimizer(config),
+    supervised_lr=config.cold_start.lr,
+    row_length=trainer.row_length,
+    rows_per_batch=trainer.rows_per_batch,
+    clip_low=trainer.clip_low,
+    clip_high=trainer.clip_high,
+    temperature=config.generator.temperature,
+    compute_dtype=jnp.dtype(config.model.compute_dtype),
+    logprob_chunk=trainer.logprob_chunk,
+    remat=trainer.remat,
+  )
+
+
+def make_coordinator(config: Config) -> coordinator_lib.Coordinator:
+  """The state machine with the schedule of config.coordinator."""
+  coordinator = config.coordinator
+  schedule = registry.create(
+    coordinator.schedule,
+    max_staleness=coordinator.max_staleness,
+    prompts_per_batch=coordinator.prompts_per_batch,
+    rollout_groups=config_lib.rollout_groups(config),
+  )
+  return coordinator_lib.Coordinator(
+    schedule=schedule,
+    group_size=coordinator.group_size,
+    prompts_per_batch=coordinator.prompts_per_batch,
+    num_steps=coordinator.num_steps,
+  )
+
+
+def make_canary(config: Config, task: prompts.PromptTask) -> canary_lib.Canary:
+  """A sequence of real prompt tokens, so that it looks like training's."""
+  tokens = task.prompt(0).tokens[:_CANARY_LENGTH]
+  if len(tokens) < 2:
+    tokens = np.repeat(tokens, 2)
+  return canary_lib.Canary(
+    tokens=tokens, tolerance_nats=config.runtime.canary_tolerance
+  )
