@@ -3,8 +3,8 @@
   source    GSM8K (https://arxiv.org/abs/2110.14168), models/ and data/ as below
   command   python -m dora_jax.main --config=configs/gsm8k_qwen3_0p6b.py \\
               --workdir=runs/gsm8k
-  result    not run yet on the hardware that it is for; `make slow` runs its first
-            two steps with a tiny random model in place
+  result    not run yet on the hardware that it is for; `make slow` runs its
+            first two steps with a tiny random model in place
 """
 
 from configs import common
