@@ -137,7 +137,7 @@ def _generator() -> config_dict.ConfigDict:
 def _coordinator() -> config_dict.ConfigDict:
   coordinator = config_dict.ConfigDict()
   coordinator.schedule = "dora"  # "sync" | "dora"
-  coordinator.max_staleness = 1  # K, in versions; K + 1 may live
+  coordinator.max_staleness = 1  # K, in versions, of "dora"; "sync" has 0
   coordinator.prompts_per_batch = 8  # groups in a training step
   coordinator.group_size = 8  # trajectories of one prompt
   coordinator.rollout_groups = "auto"  # groups in flight; or such as "24"

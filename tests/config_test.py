@@ -44,7 +44,6 @@ _WRONG = [
     {"coordinator__schedule": "dorra"},
     ["schedule is 'dorra'", "'sync', 'dora'"],
   ),
-  ({"coordinator__schedule": "sync"}, ["max_staleness is 1", "must be 0"]),
   ({"coordinator__rollout_groups": "many"}, ["'many'", '"auto" or a number']),
   ({"mesh__num_generators": 9}, ["10 devices", "are 8", "num_generators"]),
   (

@@ -65,6 +65,11 @@ class Coordinator:
     self.versions_alive_max = 1
     self.trainer_wait_s = {"data": 0.0, "straggler": 0.0}
 
+  @property
+  def max_staleness(self) -> int:
+    """K, by which the schedule bounds the lag."""
+    return self._schedule.max_staleness
+
   def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
     """Takes one event and returns the commands that follow from it.
 

@@ -132,7 +132,6 @@ def _build(
     coordinator=coordinator,
     timeline=timeline,
     num_steps=config.coordinator.num_steps,
-    max_staleness=config.coordinator.max_staleness,
     decode=tokenizer.decode,
     generator_busy_s=lambda: sum(
       p.busy_s for p in dict.fromkeys(parts.generators.values())

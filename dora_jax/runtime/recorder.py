@@ -34,7 +34,6 @@ class Recorder:
     coordinator: coordinator_lib.Coordinator,
     timeline: trace.Trace,
     num_steps: int,
-    max_staleness: int,
     decode: Callable[[Sequence[int]], str],
     generator_busy_s: Callable[[], float],
     num_generator_meshes: int,
@@ -44,7 +43,6 @@ class Recorder:
     self._workdir = workdir
     self._coordinator = coordinator
     self._trace = timeline
-    self._max_staleness = max_staleness
     self._decode = decode
     self._generator_busy_s = generator_busy_s
     self._num_generator_meshes = num_generator_meshes
@@ -226,7 +224,9 @@ class Recorder:
       **values,
       "dropped": values["dropped"] - dropped.get("stopped", 0),
     }
-    return summary.broken_promises(judged, max_staleness=self._max_staleness)
+    return summary.broken_promises(
+      judged, max_staleness=self._coordinator.max_staleness
+    )
 
   def close(self) -> None:
     """Closes every file; what was written stays valid."""
