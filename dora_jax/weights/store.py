@@ -144,7 +144,13 @@ class WeightStore:
           f"{holder} lets go of version {version}, which it does not hold."
         )
       mesh_id = entry.holders.pop(holder)
-      if mesh_id is not None and mesh_id not in entry.holders.values():
+      # The last copy of a version that somebody holds has to stay somewhere.
+      is_last = entry.source is None and len(entry.copies) == 1
+      if (
+        mesh_id is not None
+        and mesh_id not in entry.holders.values()
+        and not is_last
+      ):
         entry.copies.pop(mesh_id, None)
       if not entry.holders:
         del self._versions[version]

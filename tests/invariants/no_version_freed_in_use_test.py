@@ -38,7 +38,7 @@ def test_random_holders_always_find_their_version(moves):
   # (holder, version) -> whether it has been placed; the slow way to count.
   held: dict[tuple[str, int], bool] = {("coordinator", 0): True}
   arrays: list[tuple[int, weakref.ref]] = []
-  for kind, choice in moves:
+  for index, (kind, choice) in enumerate(moves):
     alive = sorted({version for _, version in held})
     if kind == 0:
       newest += 1
@@ -46,7 +46,7 @@ def test_random_holders_always_find_their_version(moves):
       held["coordinator", newest] = True
     elif kind == 1:
       version = alive[choice % len(alive)]
-      holder = f"generator {len(arrays)} {choice} {len(held)}"
+      holder = f"generator {index}"
       store.reserve(version, holder=holder, mesh_id=choice % 2)
       held[holder, version] = False
     elif kind == 2:
@@ -84,6 +84,19 @@ def test_a_version_cannot_go_between_reserve_and_place():
   assert store.place(0, holder="generator 1")["a"].devices() == {
     jax.devices()[2]
   }
+
+
+def test_the_last_copy_stays_while_the_version_is_held():
+  store = make_store()
+  store.publish(0, params_of(0), holder="coordinator")
+  store.reserve(0, holder="generator 0", mesh_id=0)
+  store.place(0, holder="generator 0")
+  # From here on the trainer's copy is gone.
+  store.publish(1, params_of(1), holder="coordinator")
+  store.release(0, holder="generator 0")
+  store.reserve(0, holder="generator 1", mesh_id=1)
+  params = store.place(0, holder="generator 1")
+  np.testing.assert_array_equal(np.asarray(params["a"]), 0.0)
 
 
 def test_misuse_is_named():
