@@ -76,6 +76,7 @@ def _task() -> config_dict.ConfigDict:
   task.name = ""  # reasoning_gym: the generator's name
   task.params = config_dict.ConfigDict()  # of the source; open to new fields
   task.path = ""  # jsonl, parquet: the file
+  task.heldout_path = ""  # the file to hold prompts out from; "" takes path
   task.columns = config_dict.ConfigDict(
     {"question": "question", "answer": "answer"}
   )  # our name -> the file's; reasoning_gym: or a field of its metadata

@@ -20,6 +20,7 @@ def get_config():
   config.tokenizer.folder = "models/Qwen3-0.6B"
   config.task.source = "jsonl"
   config.task.path = "data/gsm8k/train.jsonl"
+  config.task.heldout_path = "data/gsm8k/test.jsonl"
   config.task.extract = "gsm8k"
   config.task.template = (
     "{question}\nReason step by step, "

@@ -1,5 +1,6 @@
 """The pieces of a run, each made from its section of the config."""
 
+import functools
 from typing import Any
 
 import jax
@@ -42,18 +43,19 @@ def make_task(
   if task.chat:
     assert isinstance(renderer, templates.TextTemplate)
     renderer = templates.ChatTemplate(renderer, folder=config.tokenizer.folder)
-  source = sources.load(
+  load = functools.partial(
+    sources.load,
     kind=task.source,
     name=task.name,
     params=task.params.to_dict(),
-    path=task.path,
     columns=task.columns.to_dict(),
     extract=task.extract,
     size=task.size,
     seed=task.seed,
   )
   return prompts.PromptTask(
-    source=source,
+    source=load(path=task.path),
+    heldout_source=load(path=task.heldout_path) if task.heldout_path else None,
     tokenizer=tokenizer,
     renderer=renderer,
     num_heldout=task.num_heldout,

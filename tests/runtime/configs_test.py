@@ -101,6 +101,7 @@ def make_small(config: Any, model_folder: pathlib.Path) -> None:
   config.model.folder = str(model_folder)
   config.tokenizer.folder = str(_DATA / "tokenizers" / "qwen3")
   config.task.path = str(_DATA / "gsm8k" / "train.jsonl")
+  config.task.heldout_path = str(_DATA / "gsm8k" / "test.jsonl")
   config.task.size = 40
   config.task.num_heldout = 2
   config.task.max_prompt_tokens = 120
