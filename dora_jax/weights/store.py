@@ -157,11 +157,6 @@ class WeightStore:
       else:
         self._drop_source_if_served(entry)
 
-  def publication(self, version: int) -> Publication:
-    """What the trainer's side knows of a version that lives."""
-    with self._lock:
-      return self._entry(version).publication
-
   def versions(self) -> list[int]:
     """The versions that live, oldest first."""
     with self._lock:
