@@ -44,8 +44,7 @@ def test_a_step_that_was_not_kept_is_named(folders, tmp_path):
 @pytest.mark.parity
 def test_transformers_gives_the_same_logits(folders):
   workdir, out = folders
-  pytest.importorskip("torch", reason="torch is not installed")
-  import torch
+  torch = pytest.importorskip("torch", reason="torch is not installed")
   import transformers
 
   shape = huggingface.load_config(out)
