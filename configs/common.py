@@ -137,12 +137,23 @@ def _generator() -> config_dict.ConfigDict:
 
 def _coordinator() -> config_dict.ConfigDict:
   coordinator = config_dict.ConfigDict()
-  coordinator.schedule = "dora"  # "sync" | "dora"
-  coordinator.max_staleness = 1  # K, in versions, of "dora"; "sync" has 0
+  # "dora" | "sync" | "one_step_off" | "partial_rollout" | "replication"
+  coordinator.schedule = "dora"
+  # K, in versions, of dora and partial_rollout; the others have their own.
+  coordinator.max_staleness = 1
   coordinator.prompts_per_batch = 8  # groups in a training step
   coordinator.group_size = 8  # trajectories of one prompt
   coordinator.rollout_groups = "auto"  # groups in flight; or such as "24"
   coordinator.num_steps = 100  # training steps, hence versions
+  coordinator.oversample = 1.25  # replication: groups started for each trained
+  coordinator.evict = False  # dora: regenerate stragglers, do not wait (not C2)
+  # Algorithm 1, which shares generators out among versions; dora alone uses it.
+  coordinator.repartition = True  # False: a generator changes only when empty
+  coordinator.moves = True  # carry live requests away from one that changes
+  coordinator.filling = True  # new groups for idle slots of legacy versions
+  coordinator.balance_on_step = True  # share out after each step
+  coordinator.balance_period_s = 1.0  # and so often; 0 = never by the clock
+  coordinator.kv_pressure = 0.9  # and from this share of pages; above 1 = never
   return coordinator
 
 
@@ -156,8 +167,11 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.eps = 1e-8
   trainer.weight_decay = 0.0
   trainer.clip_norm = 1.0  # of the whole gradient
+  # "ppo_clip", or "decoupled_ppo", which takes several versions a trajectory
+  trainer.loss = "ppo_clip"
   trainer.clip_low = 0.2  # the ratio is clipped to [1 - low, 1 + high]
   trainer.clip_high = 0.2
+  trainer.weight_cap = 2.0  # decoupled_ppo: most weight of a token
   trainer.advantage = "grpo"
   trainer.row_length = 64  # tokens of a packed row
   trainer.rows_per_batch = 8  # rows of a micro-batch, over all devices

@@ -23,9 +23,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "task.source": ("reasoning_gym", "jsonl", "parquet", "sums", "reversal"),
   "task.on_long_prompt": ("skip", "error"),
   "generator.dtype": ("float32", "bfloat16"),
-  "coordinator.schedule": ("sync", "dora"),
   "trainer.schedule": ("constant", "cosine"),
   "trainer.advantage": ("grpo",),
+  "trainer.loss": ("ppo_clip", "decoupled_ppo"),
 }
 # One name a line would take a page.
 # fmt: off
@@ -33,7 +33,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _FROM_ZERO = (
   "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
-  "coordinator.num_steps", "trainer.warmup_steps", "evaluation.every_steps",
+  "coordinator.num_steps", "coordinator.balance_period_s",
+  "trainer.warmup_steps", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
 )
 _FROM_ONE = (
@@ -42,6 +43,7 @@ _FROM_ONE = (
   "mesh.generator_tensor", "mesh.lanes", "generator.slots",
   "generator.page_size", "generator.max_new_tokens", "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
+  "coordinator.oversample",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
   "evaluation.samples_per_prompt", "checkpoint.max_to_keep",
 )
@@ -52,8 +54,10 @@ _SHAPE_FROM_ONE = (
 )
 _ABOVE_ZERO = (
   "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
+  "coordinator.kv_pressure",
   "trainer.lr", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
-  "trainer.clip_high", "runtime.stall_s", "runtime.canary_tolerance",
+  "trainer.clip_high", "trainer.weight_cap", "runtime.stall_s",
+  "runtime.canary_tolerance",
 )
 # fmt: on
 

@@ -1,6 +1,6 @@
 """Small protocols through which the runtime sees the stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +10,9 @@ from dora_jax import types
 
 # A nested dict of arrays with the same structure wherever params appear.
 Params = Any
+# A live request on its way, generator/kv_transfer.Parcel: its `name` is
+# (group_id, member); all else only generators read.
+Parcel = Any
 
 
 @runtime_checkable
@@ -62,6 +65,14 @@ class Generator(Protocol):
     """Log-probabilities of all tokens but the first, by what is loaded."""
     ...
 
+  def refresh(self, version: int, params: Params) -> int:
+    """Serves newer params, under which live requests go on.
+
+    Returns:
+      Tokens whose KV was computed anew.
+    """
+    ...
+
   def submit(self, requests: Sequence[types.Request]) -> None:
     """Accepts requests of the version that is loaded."""
     ...
@@ -71,7 +82,46 @@ class Generator(Protocol):
     ...
 
   def num_live(self) -> int:
-    """Requests accepted and not yet returned."""
+    """Requests accepted and neither returned nor forgotten."""
+    ...
+
+  def extract(
+    self, requests: Collection[tuple[int, int]], *, copies_kv: bool = True
+  ) -> list[Parcel]:
+    """Pauses those of the requests that are here, and packs them to move.
+
+    Args:
+      requests: (group_id, member) of each.
+      copies_kv: False only for a generator that shares the KV pool.
+    """
+    ...
+
+  def restore(self, parcels: Sequence[Parcel]) -> int:
+    """Takes over all of these requests, or none and raises ValueError.
+
+    Returns:
+      Positions whose KV came along; nothing is prefilled again.
+    """
+    ...
+
+  def forget(self, requests: Collection[tuple[int, int]]) -> None:
+    """Frees what paused requests hold here: another generator has them."""
+    ...
+
+  def resume(self, requests: Collection[tuple[int, int]]) -> None:
+    """Goes on with paused requests that no other generator has taken."""
+    ...
+
+  def spill(
+    self, requests: Collection[tuple[int, int]]
+  ) -> list[tuple[int, int]]:
+    """Carries KV of requests to the host until there is room; says whose."""
+    ...
+
+  def cancel(
+    self, requests: Collection[tuple[int, int]]
+  ) -> list[tuple[int, int, int]]:
+    """Gives up requests: (group_id, member, sampled tokens) of those here."""
     ...
 
 

@@ -2,8 +2,10 @@
 
   python -m dora_jax.main --config=configs/NAME.py --workdir=DIR
 
-Any field of the config can be set on the way: --config.trainer.lr=1e-6. The
-exit status is 0 where the run ended as it should and every promise held, 1
+Any field of the config can be set on the way: --config.trainer.lr=1e-6. With
+--replay=OTHER/events.jsonl.gz the run repeats the decisions of another one of
+the same config, and on CPU ends with the same params, bit for bit. The exit
+status is 0 where the run ended as it should and every promise held, 1
 where one was broken or a part failed, 2 where the config cannot be run, and 130
 after Ctrl-C.
 """
@@ -20,17 +22,30 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as config_lib
-from dora_jax.runtime import build, cold_start, local
+from dora_jax.runtime import build, cold_start, local, pieces
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 
-def run(config: Any, workdir: pathlib.Path, *, command: str) -> int:
-  """Runs a valid config to the end; returns the exit status."""
+def run(
+  config: Any,
+  workdir: pathlib.Path,
+  *,
+  command: str,
+  follow: pathlib.Path | None = None,
+) -> int:
+  """Runs a valid config to the end; returns the exit status.
+
+  Args:
+    config: as `config.validate` has checked it.
+    workdir: folder for all that is made.
+    command: that makes the run, for its summary.
+    follow: events.jsonl.gz of another run of this config, to be repeated.
+  """
   start_s = time.perf_counter()
-  with build.build(config, workdir) as made:
+  with build.build(config, workdir, follow=follow) as made:
     if config.cold_start.steps:
       cold_start.cold_start(
         made.trainer,
@@ -42,16 +57,16 @@ def run(config: Any, workdir: pathlib.Path, *, command: str) -> int:
         num_steps=config.cold_start.steps,
         batch_size=config.cold_start.batch_size,
         seed=config.seed,
-        note=made.record.note,
+        note=made.results.note,
       )
     made.trainer_part.publish()
     if config.checkpoint.every_steps:
       made.trainer_part.save()
     ready_s = time.perf_counter()
-    made.record.note(f"ready after {ready_s - start_s:.1f} s")
+    made.results.note(f"ready after {ready_s - start_s:.1f} s")
     reason = made.runtime.run()
     made.trainer_part.save()
-    broken = made.record.summarise(
+    broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
   for sentence in broken:
@@ -82,13 +97,20 @@ def main(argv: list[str]) -> int:
       )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
+    pieces.make_schedule(config)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
   workdir = pathlib.Path(flags.FLAGS.workdir)
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
-    return run(config, workdir, command=command)
+    follow = flags.FLAGS.replay
+    return run(
+      config,
+      workdir,
+      command=command,
+      follow=None if follow is None else pathlib.Path(follow),
+    )
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
     return EXIT_BROKEN
@@ -112,6 +134,9 @@ def define_flags() -> None:
     "config", None, "Python file with get_config().", lock_config=True
   )
   flags.DEFINE_string("workdir", None, "Folder for all that is made.")
+  flags.DEFINE_string(
+    "replay", None, "events.jsonl.gz of a run of this config, to repeat it."
+  )
   flags.mark_flags_as_required(["config", "workdir"])
 
 

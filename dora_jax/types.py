@@ -42,7 +42,8 @@ class Request:
   Attributes:
     group_id: the group that it belongs to.
     member: its index in the group, from 0.
-    version: the policy version that must sample every token of it.
+    version: the policy version that samples every token of it; under a
+      schedule that mixes versions, the one that samples the first.
     prompt: token ids to continue.
     max_new_tokens: most tokens to sample, the stop token included.
     temperature: of the sampling distribution; 0 takes the likeliest token.
@@ -63,12 +64,16 @@ class Request:
 class Trajectory:
   """One finished completion, every token of it sampled by one policy version.
 
+  Only the schedule partial_rollout makes others, which are counted as mixed.
+
   Attributes:
     group_id: the group, hence the prompt, that it belongs to.
     member: its index in the group, from 0.
-    version: the policy version that sampled it; 0 is the initial policy.
+    version: the policy version that sampled it; 0 is the initial policy. Of a
+      mixed one, the oldest.
     token_versions: the version whose params sampled each token, as the engine
-      stamped it at sampling time; all equal `version`, which C1 asserts.
+      stamped it at sampling time; all equal `version` unless it is mixed, which
+      C1 asserts.
     prompt: token ids that were continued.
     completion: sampled token ids, the stop token included.
     behavior_logprobs: log-probability in nats of each sampled token, under the
@@ -117,7 +122,8 @@ class PackedBatch:
     loss_mask: 1.0 where the policy sampled the token, else 0.0.
     advantages: advantage of the token's trajectory; 0.0 where not sampled.
     behavior_logprobs: in nats; 0.0 where not sampled.
-    lags: version being trained minus the trajectory's; 0 where not sampled.
+    lags: version being trained minus the one that sampled the token; 0 where
+      not sampled.
   """
 
   tokens: Int[np.ndarray, "B T"]

@@ -40,10 +40,6 @@ def test_every_config_file_is_valid(path):
 # field to change.
 _WRONG = [
   ({"coordinator__group_size": 1}, ["group_size is 1", "at least 2", "grpo"]),
-  (
-    {"coordinator__schedule": "dorra"},
-    ["schedule is 'dorra'", "'sync', 'dora'"],
-  ),
   ({"coordinator__rollout_groups": "many"}, ["'many'", '"auto" or a number']),
   ({"mesh__num_generators": 9}, ["10 devices", "are 8", "num_generators"]),
   (

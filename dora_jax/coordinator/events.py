@@ -9,28 +9,111 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorJoined:
-  """A generator is ready for its first Load."""
+  """A generator is ready for its first Load.
+
+  Attributes:
+    generator_id: its id; never used by another before.
+    num_slots: requests that it runs at once.
+    mesh_id: its mesh; lanes of one mesh share params and pages.
+    kv_capacity: tokens whose KV its mesh holds, shared by the mesh's lanes.
+  """
 
   generator_id: int
   num_slots: int
+  mesh_id: int
+  kv_capacity: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeneratorLost:
+  """A generator is gone, with the requests that it ran."""
+
+  generator_id: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-  """A generator serves this version, and has acknowledged its checksum."""
+  """A generator serves this version, and has acknowledged its checksum.
+
+  Attributes:
+    generator_id: the generator.
+    version: what it serves now.
+    num_reprefilled: tokens of live requests whose KV was computed anew.
+  """
 
   generator_id: int
   version: int
+  num_reprefilled: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+  """How a generator fares; decides nothing by itself.
+
+  Attributes:
+    generator_id: the generator.
+    num_sampled: tokens that it has sampled since it joined.
+    num_kv_tokens: token positions that its live requests hold.
+    num_waiting: requests that wait for pages.
+    pages_used: pages of its mesh that are held.
+    num_pages: pages of its mesh.
+  """
+
+  generator_id: int
+  num_sampled: int
+  num_kv_tokens: int
+  num_waiting: int
+  pages_used: int
+  num_pages: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-  """A generator has sampled the last token of one trajectory."""
+  """A generator has sampled the last token of one trajectory.
+
+  Attributes:
+    generator_id: who ran it.
+    group_id: its group.
+    member: its index in the group.
+    version: that sampled its first token.
+    num_tokens: sampled, the stop token included.
+  """
 
   generator_id: int
   group_id: int
   member: int
   version: int
+  num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+  """A Move has ended, whether or not anything arrived.
+
+  Attributes:
+    source_id: the generator that had the requests.
+    target_id: the one that was to get them.
+    moved: (group_id, member) of those that it has.
+    left: of those that stayed, or had finished before.
+    num_kv_tokens: token positions carried.
+  """
+
+  source_id: int
+  target_id: int
+  moved: tuple[tuple[int, int], ...]
+  left: tuple[tuple[int, int], ...]
+  num_kv_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancelled:
+  """A Cancel is done: (group_id, member, sampled tokens) of those found.
+
+  One that is not found has finished before, and its Finished came first.
+  """
+
+  generator_id: int
+  cancelled: tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +154,20 @@ class StopRequested:
   reason: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tick:
+  """Time has passed; what is due by the clock is decided."""
+
+
 Event = (
   GeneratorJoined
+  | GeneratorLost
   | Loaded
+  | Progress
   | Finished
+  | Moved
+  | Cancelled
+  | Tick
   | Scored
   | ScoreFailed
   | StepDone
@@ -85,10 +178,18 @@ Event = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-  """Make this generator, which has no live request, serve this version."""
+  """Make this generator serve this version.
+
+  Attributes:
+    generator_id: the generator.
+    version: what it shall serve.
+    carries_live: whether its live requests go on under the new version, their
+      KV computed anew; else it has none.
+  """
 
   generator_id: int
   version: int
+  carries_live: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +200,31 @@ class Submit:
   group_id: int
   members: tuple[int, ...]
   version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+  """Carry these live requests, (group_id, member), to another generator."""
+
+  source_id: int
+  target_id: int
+  version: int
+  requests: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancel:
+  """Forget these live requests, (group_id, member)."""
+
+  generator_id: int
+  requests: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restart:
+  """Forget what a group has so far: it is generated anew, later."""
+
+  group_id: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,4 +265,15 @@ class Stop:
   reason: str
 
 
-Command = Load | Submit | Score | Train | Drop | Release | Stop
+Command = (
+  Load
+  | Submit
+  | Move
+  | Cancel
+  | Restart
+  | Score
+  | Train
+  | Drop
+  | Release
+  | Stop
+)

@@ -1,16 +1,17 @@
 """Where every group is: running, ready, in batch, trained or dropped.
 
 A transition that is not on the map raises, so that a duplicate or lost event
-stops the run instead of training something twice.
+stops the run instead of training something twice. Tokens are accounted for
+along the way: generated = open + ready + in batch + trained + dropped.
 """
 
 import bisect
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class OpenGroup:
   """A group that has started and is not yet ready for training.
 
@@ -22,6 +23,7 @@ class OpenGroup:
     unscored: members that are finished and wait for their reward.
     num_scored: members whose reward is known.
     failures: why rewards could not be had, in the order in which they failed.
+    lengths: sampled tokens of its finished members.
   """
 
   group_id: int
@@ -31,10 +33,68 @@ class OpenGroup:
   unscored: set[int] = dataclasses.field(default_factory=set)
   num_scored: int = 0
   failures: list[str] = dataclasses.field(default_factory=list)
+  lengths: list[int] = dataclasses.field(default_factory=list)
 
   def is_settled(self) -> bool:
     """No member waits, runs or lacks its verdict."""
     return not (self.waiting or self.running or self.unscored)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClosedGroup:
+  """A group that is ready for training or in the batch.
+
+  Attributes:
+    version: of its members.
+    ready_at: the newest version when it became ready.
+    lengths: sampled tokens of its members.
+  """
+
+  version: int
+  ready_at: int
+  lengths: Sequence[int]
+
+  @property
+  def num_tokens(self) -> int:
+    """Sampled, of all members."""
+    return sum(self.lengths)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Tokens:
+  """Sampled tokens by where they are; only `open`, `ready`, `in_batch` fall.
+
+  Attributes:
+    generated: of finished and cancelled requests.
+    open: of finished members whose group is not complete.
+    ready: of groups that may be trained.
+    in_batch: of the step that is being made.
+    trained: of finished steps.
+    dropped: reason -> of what will never be trained.
+    reprefilled: whose KV was computed again for a live request.
+    moved: token positions that moves carried.
+  """
+
+  generated: int = 0
+  open: int = 0
+  ready: int = 0
+  in_batch: int = 0
+  trained: int = 0
+  dropped: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  reprefilled: int = 0
+  moved: int = 0
+
+  def check(self) -> None:
+    """Asserts that nothing was lost and nothing counted twice."""
+    placed = self.open + self.ready + self.in_batch + self.trained
+    placed += self.dropped.total()
+    if placed != self.generated:
+      raise ValueError(
+        f"{self.generated} tokens were generated, but {placed} are accounted "
+        f"for: {self}."
+      )
 
 
 class Ledger:
@@ -45,12 +105,23 @@ class Ledger:
     open: running groups by id, in the order of dispatch.
     ready: sorted (version, group_id) of groups that may be trained.
     in_batch: group_id -> version, of the step that is being made.
-    num_unfinished: version -> running groups.
-    num_untrained: version -> running and ready groups.
+    num_generating: version -> groups with members that wait or run; no entry
+      where there is none.
+    num_unfinished: version -> open groups; likewise.
+    num_ready: version -> ready groups; no entry where there is none.
+    num_untrained: version -> running and ready groups; likewise.
     next_group_id: the group that starts next; those before it have started.
     num_trained: groups that a finished step has consumed.
     dropped: reason -> groups that will never be trained.
+    num_regenerated: groups that were started anew; see `regenerate`.
+    num_moved: requests that moves carried.
+    tokens: where the sampled tokens are.
+    num_generated: trajectories finished.
+    dropped_lengths: reason -> power of two -> trajectories of dropped groups
+      with fewer sampled tokens than that, and no fewer than half of it.
     lag_counts: lag in versions -> trained trajectories.
+    lag_sums: "in_flight" (from dispatch to ready) and "in_queue" (from ready to
+      training): lag in versions, summed over trained trajectories.
   """
 
   def __init__(self, *, group_size: int):
@@ -58,20 +129,36 @@ class Ledger:
     self.open: dict[int, OpenGroup] = {}
     self.ready: list[tuple[int, int]] = []
     self.in_batch: dict[int, int] = {}
-    self.num_unfinished: collections.Counter[int] = collections.Counter()
-    self.num_untrained: collections.Counter[int] = collections.Counter()
+    self.num_generating: dict[int, int] = {}
+    self.num_unfinished: dict[int, int] = {}
+    self.num_ready: dict[int, int] = {}
+    self.num_untrained: dict[int, int] = {}
     self.next_group_id = 0
     self.num_trained = 0
-    self.dropped: dict[str, list[int]] = {}
+    self.dropped: collections.Counter[str] = collections.Counter()
+    self.num_regenerated = 0
+    self.num_moved = 0
+    self.tokens = Tokens()
+    self.num_generated = 0
+    self.dropped_lengths: dict[str, collections.Counter[int]] = {}
     self.lag_counts: collections.Counter[int] = collections.Counter()
+    self.lag_sums = {"in_flight": 0, "in_queue": 0}
+    # What a group counts for from its start.
+    self._counts = (
+      self.num_generating,
+      self.num_unfinished,
+      self.num_untrained,
+    )
+    self._closed: dict[int, ClosedGroup] = {}
+    self._num_dropped = 0
 
   def num_dropped(self) -> int:
     """Groups dropped, for whatever reason."""
-    return sum(len(ids) for ids in self.dropped.values())
+    return self._num_dropped
 
   def num_committed(self) -> int:
     """Groups trained, in the running step, or on their way to one."""
-    return self.next_group_id - self.num_dropped()
+    return self.next_group_id - self._num_dropped
 
   def start(self, version: int) -> OpenGroup:
     """Starts the next group with this version."""
@@ -82,72 +169,146 @@ class Ledger:
     )
     self.next_group_id += 1
     self.open[group.group_id] = group
-    self.num_unfinished[version] += 1
-    self.num_untrained[version] += 1
+    for counts in self._counts:
+      _add(counts, version, 1)
     return group
 
   def submit(
-    self, group_id: int, generator_id: int, num_members: int
+    self, group: OpenGroup, generator_id: int, num_members: int
   ) -> tuple[int, ...]:
     """Gives a group's next waiting members to a generator."""
-    group = self.open[group_id]
     members = tuple(group.waiting[:num_members])
     del group.waiting[:num_members]
-    group.running.update(dict.fromkeys(members, generator_id))
+    for member in members:
+      group.running[member] = generator_id
     return members
 
+  def put_back(self, group: OpenGroup, members: Collection[int]) -> None:
+    """Lets members whose generator is lost wait for another."""
+    for member in members:
+      del group.running[member]
+    group.waiting = sorted({*group.waiting, *members})
+
   def finish(
-    self, group_id: int, member: int, *, version: int, generator_id: int
-  ) -> None:
+    self, group_id: int, member: int, *, generator_id: int, num_tokens: int
+  ) -> OpenGroup:
     """Notes a member's last token."""
     group = self._group(group_id, "finished")
-    if version != group.version:
-      raise ValueError(
-        f"Group {group_id} belongs to version {group.version}, but its member "
-        f"{member} finished with version {version}."
-      )
     if group.running.pop(member, None) != generator_id:
       raise ValueError(
         f"Member {member} of group {group_id} finished on generator "
         f"{generator_id}, which does not run it."
       )
+    if not (group.running or group.waiting):
+      _add(self.num_generating, group.version, -1)
     group.unscored.add(member)
+    group.lengths.append(num_tokens)
+    self.num_generated += 1
+    self.tokens.generated += num_tokens
+    self.tokens.open += num_tokens
+    return group
 
-  def score(self, group_id: int, member: int) -> str | None:
-    """Notes that a member's reward is known; why, if its group is dropped."""
-    self._take_unscored(group_id, member).num_scored += 1
-    return self._settle(group_id)
+  def score(self, group_id: int, member: int, *, at: int) -> OpenGroup | None:
+    """Notes that a member's reward is known; its group, if that settles it.
 
-  def fail(self, group_id: int, member: int, reason: str) -> str | None:
-    """Notes that a member has no reward; why, if its group is dropped."""
-    self._take_unscored(group_id, member).failures.append(reason)
-    return self._settle(group_id)
+    Args:
+      group_id: the group.
+      member: of it.
+      at: the newest version.
+    """
+    group = self._take_unscored(group_id, member)
+    group.num_scored += 1
+    return self._settle(group, at)
 
-  def take(self, group_ids: Iterable[int], *, step: int) -> None:
+  def fail(
+    self, group_id: int, member: int, reason: str, *, at: int
+  ) -> OpenGroup | None:
+    """Notes that a member has no reward; its group, if that settles it."""
+    group = self._take_unscored(group_id, member)
+    group.failures.append(reason)
+    return self._settle(group, at)
+
+  def take(self, group_ids: Sequence[int], *, step: int) -> None:
     """Moves ready groups into the batch of a step."""
     if self.in_batch:
       raise ValueError(f"Step {step} starts while another is being made.")
+    taken = set(group_ids)
+    left = [entry for entry in self.ready if entry[1] not in taken]
+    if len(self.ready) - len(left) != len(group_ids):
+      raise ValueError(
+        f"Step {step} wants {sorted(taken)}, of which only "
+        f"{len(self.ready) - len(left)} are ready."
+      )
+    self.ready = left
     for group_id in group_ids:
-      index = self._ready_index(group_id)
-      version, _ = self.ready.pop(index)
-      self.num_untrained[version] -= 1
-      self.in_batch[group_id] = version
-      self.lag_counts[step - version] += self.group_size
+      group = self._closed[group_id]
+      _add(self.num_untrained, group.version, -1)
+      _add(self.num_ready, group.version, -1)
+      self.in_batch[group_id] = group.version
+      self.tokens.ready -= group.num_tokens
+      self.tokens.in_batch += group.num_tokens
+      self.lag_counts[step - group.version] += self.group_size
+      in_flight = group.ready_at - group.version
+      self.lag_sums["in_flight"] += in_flight * self.group_size
+      self.lag_sums["in_queue"] += (step - group.ready_at) * self.group_size
 
   def commit(self) -> None:
     """Marks the batch as trained."""
     self.num_trained += len(self.in_batch)
+    for group_id in self.in_batch:
+      num_tokens = self._closed.pop(group_id).num_tokens
+      self.tokens.in_batch -= num_tokens
+      self.tokens.trained += num_tokens
     self.in_batch.clear()
+    self.tokens.check()
+
+  def drop(self, group_id: int, reason: str) -> OpenGroup | None:
+    """Gives up an open or a ready group; returns it if it was open."""
+    if group_id in self.open:
+      group = self.open[group_id]
+      if group.running or group.waiting:
+        _add(self.num_generating, group.version, -1)
+      self._close(group)
+      _add(self.num_untrained, group.version, -1)
+      self._count_dropped(reason, group.lengths)
+      return group
+    group = self._closed.pop(group_id)
+    self.ready.remove((group.version, group_id))
+    _add(self.num_ready, group.version, -1)
+    _add(self.num_untrained, group.version, -1)
+    self.tokens.ready -= group.num_tokens
+    self._count_dropped(reason, group.lengths)
+    return None
+
+  def cancelled(self, reason: str, num_tokens: int) -> None:
+    """Notes what a request of a dropped group had sampled when it ended."""
+    self.tokens.generated += num_tokens
+    self.tokens.dropped[reason] += num_tokens
+    self._count_length(reason, num_tokens)
+
+  def regenerate(self, group: OpenGroup, *, version: int) -> None:
+    """Starts a group anew, at another version.
+
+    Its members have finished or wait, and one at least has not finished.
+    """
+    num_tokens = sum(group.lengths)
+    self.tokens.open -= num_tokens
+    self.tokens.dropped["evicted"] += num_tokens
+    for length in group.lengths:
+      self._count_length("evicted", length)
+    for counts in self._counts:
+      _add(counts, group.version, -1)
+      _add(counts, version, 1)
+    group.version = version
+    group.waiting = list(range(self.group_size))
+    group.lengths, group.failures, group.num_scored = [], [], 0
+    self.num_regenerated += 1
 
   def abandon(self, reason: str) -> None:
     """Drops whatever runs or is ready, at an early end."""
     ids = [*self.open, *(group_id for _, group_id in self.ready)]
-    if ids:
-      self.dropped.setdefault(reason, []).extend(sorted(ids))
-    self.open.clear()
-    self.ready.clear()
-    self.num_unfinished.clear()
-    self.num_untrained.clear()
+    for group_id in ids:
+      self.drop(group_id, reason)
 
   def _group(self, group_id: int, verb: str) -> OpenGroup:
     if group_id not in self.open:
@@ -164,22 +325,46 @@ class Ledger:
     group.unscored.remove(member)
     return group
 
-  def _settle(self, group_id: int) -> str | None:
-    """Closes a group whose members are all settled; why, if it is dropped."""
-    group = self.open[group_id]
+  def _settle(self, group: OpenGroup, at: int) -> OpenGroup | None:
+    """Closes a group whose members are all settled."""
     if not group.is_settled():
       return None
-    del self.open[group_id]
-    self.num_unfinished[group.version] -= 1
     if group.failures:
-      self.num_untrained[group.version] -= 1
-      self.dropped.setdefault(group.failures[0], []).append(group_id)
-      return group.failures[0]
-    bisect.insort(self.ready, (group.version, group_id))
-    return None
+      self.drop(group.group_id, group.failures[0])
+      return group
+    self._close(group)
+    closed = ClosedGroup(
+      version=group.version, ready_at=at, lengths=group.lengths
+    )
+    self._closed[group.group_id] = closed
+    self.tokens.ready += closed.num_tokens
+    _add(self.num_ready, group.version, 1)
+    bisect.insort(self.ready, (group.version, group.group_id))
+    return group
 
-  def _ready_index(self, group_id: int) -> int:
-    for index, (_, ready_id) in enumerate(self.ready):
-      if ready_id == group_id:
-        return index
-    raise ValueError(f"Group {group_id} is to be trained, but it is not ready.")
+  def _close(self, group: OpenGroup) -> None:
+    """Takes a group out of the open ones."""
+    del self.open[group.group_id]
+    _add(self.num_unfinished, group.version, -1)
+    self.tokens.open -= sum(group.lengths)
+
+  def _count_dropped(self, reason: str, lengths: Sequence[int]) -> None:
+    self.tokens.dropped[reason] += sum(lengths)
+    for length in lengths:
+      self._count_length(reason, length)
+    self.dropped[reason] += 1
+    self._num_dropped += 1
+
+  def _count_length(self, reason: str, num_tokens: int) -> None:
+    bucket = 1 << num_tokens.bit_length()
+    by_length = self.dropped_lengths.setdefault(reason, collections.Counter())
+    by_length[bucket] += 1
+
+
+def _add(counts: dict[int, int], key: int, change: int) -> None:
+  """Counts without leaving zeros behind: versions come and go for ever."""
+  left = counts.get(key, 0) + change
+  if left:
+    counts[key] = left
+  else:
+    counts.pop(key, None)

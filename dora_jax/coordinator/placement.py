@@ -1,117 +1,161 @@
-"""Which generator serves which members, and which one takes a new version."""
+"""Which generator serves which members: seats and moves.
 
-import dataclasses
-from collections.abc import Collection, Iterable
+Members of one group are kept together where that is possible, since they share
+the pages of their prompt; a request stays where it is unless it must go.
+"""
+
+import collections
+from collections.abc import Iterable
+
+from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import fleet as fleet_lib
+from dora_jax.coordinator import ledger as ledger_lib
 
 
-@dataclasses.dataclass(kw_only=True)
-class GeneratorView:
-  """A generator as the coordinator knows it.
+class Placement:
+  """Seats members on generators, and carries them from one to another.
 
   Attributes:
-    generator_id: its id.
-    num_slots: requests that it can run at once.
-    version: what it serves; None before its first load.
-    loading: the version that it is being given, if any.
-    num_live: members submitted to it that have not finished.
+    in_transit: (group_id, member) -> its target, of requests on their way.
+    cancelling: (group_id, member) -> why, of requests that a Cancel is under
+      way for; these stay where they are.
+    waiting: version -> groups with members that no generator has, in order.
   """
 
-  generator_id: int
-  num_slots: int
-  version: int | None = None
-  loading: int | None = None
-  num_live: int = 0
-
-  def num_free(self) -> int:
-    """Slots that can take a request now."""
-    return 0 if self.loading is not None else self.num_slots - self.num_live
-
-  def is_idle(self) -> bool:
-    """Whether it could take another version at once."""
-    return self.loading is None and self.num_live == 0
-
-
-def seats(
-  generators: Iterable[GeneratorView],
-  *,
-  version: int,
-  num_members: int,
-  hosts: Iterable[int],
-) -> list[tuple[int, int]]:
-  """Seats members of one group, together where possible.
-
-  Members go first to generators that already host the group, whose prompt
-  pages they can share, then to one generator that has room for all of them,
-  then to the emptiest.
-
-  Args:
-    generators: all of them.
-    version: the group's.
-    num_members: how many look for a slot.
-    hosts: generators that run other members of the group.
-
-  Returns:
-    (generator_id, members) pairs; they sum up to less than `num_members` where
-    slots are short.
-  """
-  hosting = set(hosts)
-  candidates = [
-    g for g in generators if g.version == version and g.num_free() > 0
-  ]
-  # Ties go to the emptier generator, then to the lower id. The share and not
-  # the count of free slots is compared, so that unequal ones fill evenly.
-  candidates.sort(
-    key=lambda g: (
-      g.generator_id not in hosting,
-      g.num_free() < num_members,
-      g.num_live / g.num_slots,
-      g.generator_id,
+  def __init__(self, fleet: fleet_lib.Fleet, ledger: ledger_lib.Ledger):
+    self._fleet = fleet
+    self._ledger = ledger
+    self.in_transit: dict[fleet_lib.Member, int] = {}
+    self.cancelling: dict[fleet_lib.Member, str] = {}
+    self.waiting: dict[int, dict[int, ledger_lib.OpenGroup]] = (
+      collections.defaultdict(dict)
     )
-  )
-  plan = []
-  for generator in candidates:
-    if not num_members:
-      break
-    taken = min(num_members, generator.num_free())
-    plan.append((generator.generator_id, taken))
-    num_members -= taken
-  return plan
 
+  def seat(
+    self, group: ledger_lib.OpenGroup, *, version: int, now_s: float
+  ) -> list[ev.Submit]:
+    """Gives slots to as many of a group's waiting members as there are.
 
-def generators_to_load(
-  generators: Iterable[GeneratorView], *, newest_version: int
-) -> list[int]:
-  """Picks the idle generators that do not serve the newest version yet."""
-  return [
-    g.generator_id
-    for g in generators
-    if g.is_idle() and g.version != newest_version
-  ]
+    They go to generators that already run members of the group, then to the
+    emptiest.
 
+    Args:
+      group: with waiting members.
+      version: of the generators to look at; the group's own, unless the
+        schedule lets requests change versions.
+      now_s: now.
+    """
+    submits = []
+    hosts = set(group.running.values()) if group.running else ()
+    while group.waiting and self._fleet.num_free(version):
+      view = self._host(hosts, version) or self._fleet.emptiest(version)
+      assert view is not None, "a version with free slots has a generator"
+      count = min(len(group.waiting), view.num_free())
+      members = self._ledger.submit(group, view.generator_id, count)
+      for member in members:
+        view.residents[group.group_id, member] = None
+      self._fleet.update(view, now_s)
+      submits.append(
+        ev.Submit(
+          generator_id=view.generator_id,
+          group_id=group.group_id,
+          members=members,
+          version=version,
+        )
+      )
+    if group.waiting:
+      self.waiting[group.version][group.group_id] = group
+    elif group.version in self.waiting:
+      self.unqueue(group)
+    return submits
 
-def generators_to_fill(
-  generators: Collection[GeneratorView],
-  *,
-  newest_version: int,
-  oldest_version: int,
-) -> list[GeneratorView]:
-  """Picks the generators that may take new groups.
+  def unqueue(self, group: ledger_lib.OpenGroup) -> None:
+    """Forgets that a group has members to seat, if it had any."""
+    groups = self.waiting.get(group.version, {})
+    groups.pop(group.group_id, None)
+    if not groups:
+      self.waiting.pop(group.version, None)
 
-  Those of the newest version may. Legacy ones may fill their idle slots, but
-  never at the oldest version, which has to end for the window to slide. Where
-  nobody serves the newest version yet, the generator with the fewest live
-  requests takes nothing new, so that it is soon empty and can load it, and the
-  others go on meanwhile.
+  def move_away(
+    self, source: fleet_lib.GeneratorView, now_s: float
+  ) -> list[ev.Move]:
+    """Orders the residents of a generator to others of its version.
 
-  Source: DORA, arXiv 2604.26256, section 4 (Algorithm 1, line 4).
-  """
-  serving = [g for g in generators if g.version is not None]
-  if any(newest_version in (g.version, g.loading) for g in generators):
-    may_fill = {newest_version} | {
-      g.version for g in serving if (g.version or 0) > oldest_version
-    }
-    return [g for g in serving if g.version in may_fill]
-  if not serving:
-    return []
-  draining = min(serving, key=lambda g: (g.num_live, g.generator_id))
-  return [g for g in serving if g is not draining]
+    Those for whom no slot is free stay. The source takes nothing new, which the
+    caller sees to.
+    """
+    version = source.version
+    if version is None:
+      return []
+    by_group: dict[int, list[fleet_lib.Member]] = {}
+    for resident in source.residents:
+      if resident not in self.in_transit and resident not in self.cancelling:
+        by_group.setdefault(resident[0], []).append(resident)
+    parcels: dict[int, list[fleet_lib.Member]] = {}
+    for group_id, residents in by_group.items():
+      group = self._ledger.open.get(group_id)
+      hosts = set(group.running.values()) if group is not None else ()
+      while residents and self._fleet.num_free(version):
+        target = self._host(hosts, version) or self._fleet.emptiest(version)
+        assert target is not None, "a version with free slots has a generator"
+        count = min(len(residents), target.num_free())
+        parcel, residents = residents[:count], residents[count:]
+        parcels.setdefault(target.generator_id, []).extend(parcel)
+        target.num_incoming += count
+        source.num_outgoing += count
+        self.in_transit |= dict.fromkeys(parcel, target.generator_id)
+        self._fleet.update(target, now_s)
+    return [
+      ev.Move(
+        source_id=source.generator_id,
+        target_id=target_id,
+        version=version,
+        requests=tuple(parcel),
+      )
+      for target_id, parcel in parcels.items()
+    ]
+
+  def arrive(self, event: ev.Moved, now_s: float) -> list[fleet_lib.Member]:
+    """Takes note of how a move ended.
+
+    Returns:
+      Requests that are lost, since the generator that has them is.
+    """
+    for request in (*event.moved, *event.left):
+      if self.in_transit.get(request) not in (event.target_id, None):
+        raise ValueError(f"{event} speaks of {request}, which goes elsewhere.")
+    moved = [r for r in event.moved if self.in_transit.pop(r, None) is not None]
+    left = [r for r in event.left if self.in_transit.pop(r, None) is not None]
+    num_ordered = len(event.moved) + len(event.left)
+    source = target = None
+    if event.source_id in self._fleet:
+      source = self._fleet[event.source_id]
+      source.num_outgoing -= num_ordered
+    if event.target_id in self._fleet:
+      target = self._fleet[event.target_id]
+      target.num_incoming -= num_ordered
+    lost = [] if source is not None else left
+    for group_id, member in moved:
+      if source is not None:
+        source.residents.pop((group_id, member), None)
+      if target is None:
+        lost.append((group_id, member))
+      else:
+        target.residents[group_id, member] = None
+        group = self._ledger.open.get(group_id)
+        if group is not None and member in group.running:
+          group.running[member] = event.target_id
+    for view in (source, target):
+      if view is not None:
+        self._fleet.update(view, now_s)
+    return lost
+
+  def _host(
+    self, hosts: Iterable[int], version: int
+  ) -> fleet_lib.GeneratorView | None:
+    for generator_id in sorted(hosts):
+      if generator_id in self._fleet:
+        view = self._fleet[generator_id]
+        if view.version == version and view.num_free():
+          return view
+    return None

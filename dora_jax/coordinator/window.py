@@ -9,14 +9,14 @@ every trajectory by K whichever way the window is counted.
 from collections.abc import Mapping
 
 
-def is_step_allowed(
+def blocking_version(
   step: int,
   *,
   max_staleness: int,
   prompts_per_batch: int,
   num_left: Mapping[int, int],
-) -> bool:
-  """Says whether R1 lets this step start with the batch that is there.
+) -> int | None:
+  """Says which version R1 has this step wait for, None where it may start.
 
   R1: step s may start only if for every version w the groups of versions <= w
   that it leaves untrained, finished or not, number at most (w + K - s) * P:
@@ -38,8 +38,8 @@ def is_step_allowed(
     num_older += num_left[version]
     room = (version + max_staleness - step) * prompts_per_batch
     if num_older > max(0, room):
-      return False
-  return True
+      return version
+  return None
 
 
 def admission_room(

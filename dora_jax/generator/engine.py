@@ -1,8 +1,9 @@
-"""The verbs of a generator, compiled: prefill, insert, decode, and score.
+"""The verbs of a generator, compiled: prefill, insert, decode, and others.
 
 The verbs are JetStream's (https://github.com/AI-Hypercomputer/JetStream). A
 slot frees itself on the device when its request ends, and its pages are the
-host's to account for, so there is nothing to compile for `free`.
+host's to account for, so there is nothing to compile for `free`. For moves
+there are `switch`, which pauses slots, and `read_pages` and `write_pages`.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ class Entry:
   Attributes:
     slot: the slot.
     page_ids: pages of the request, in order of position.
-    token: last token of the prompt.
+    token: the last token that the request has, of its prompt or sampled.
     position: its position.
     last_position: position of the last token that may be sampled.
     temperature: of the sampling distribution.
@@ -54,6 +55,9 @@ class _Compiled:
   insert: Callable[..., tuple[kv_pool.KvPool, verbs.Slots]]
   decode: Callable[..., tuple[kv_pool.KvPool, verbs.Slots, verbs.Chunk]]
   score: Callable[..., jax.Array]
+  switch: Callable[..., verbs.Slots]
+  read_pages: Callable[..., kv_pool.KvPool]
+  write_pages: Callable[..., kv_pool.KvPool]
 
 
 @functools.cache
@@ -89,6 +93,13 @@ def _compile(
       out_shardings=(split, everywhere, everywhere),
     ),
     score=jax.jit(functools.partial(verbs.score, config=config)),
+    switch=jax.jit(
+      verbs.switch, donate_argnames="slots", out_shardings=everywhere
+    ),
+    read_pages=jax.jit(kv_pool.read_pages, out_shardings=split),
+    write_pages=jax.jit(
+      kv_pool.write_pages, donate_argnames="pool", out_shardings=split
+    ),
   )
 
 
@@ -96,8 +107,8 @@ class Engine:
   """The verbs, compiled for one model on one mesh.
 
   Shapes are static: a verb is compiled once for each number of slots, prefill
-  and score also for each bucket of lengths, and never again for other requests
-  or other versions.
+  and score also for each bucket of lengths, reading and writing pages for each
+  power of two, and never again for other requests or other versions.
   """
 
   def __init__(
@@ -117,6 +128,7 @@ class Engine:
     num_tiles = pages.num_pages_for(max_length, self._tile_pages * page_size)
     self._table_width = num_tiles * self._tile_pages
     self._everywhere = NamedSharding(mesh, PartitionSpec())
+    self._split = kv_pool.pool_sharding(mesh)
     self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
     self._compiled = _compile(mesh, config, chunk_steps, tuple(stop_ids))
 
@@ -193,6 +205,59 @@ class Engine:
     new = self._gather_entries(slots.token_B.shape[0], entries)
     new = jax.device_put(new, self._everywhere)
     return self._compiled.insert(pool, slots, self._seed_key, new)
+
+  def switch(
+    self, slots: verbs.Slots, meant: Sequence[int], *, is_active: bool
+  ) -> verbs.Slots:
+    """Pauses these slots, or resumes them where they were.
+
+    Args:
+      slots: donated.
+      meant: numbers of slots that have a request.
+      is_active: whether they are decoded from now on.
+
+    Returns:
+      The slots.
+    """
+    is_meant_B = np.zeros(slots.token_B.shape[0], np.bool_)
+    is_meant_B[list(meant)] = True
+    arrays = jax.device_put((is_meant_B, np.bool_(is_active)), self._everywhere)
+    return self._compiled.switch(slots, *arrays)
+
+  def read_pages(
+    self, pool: kv_pool.KvPool, page_ids: Sequence[int]
+  ) -> kv_pool.KvPool:
+    """The KV of these pages and, up to a power of two, of the trash page."""
+    width = 1 << (len(page_ids) - 1).bit_length()
+    page_ids_C = np.full(width, pages.TRASH_PAGE, np.int32)
+    page_ids_C[: len(page_ids)] = page_ids
+    page_ids_C = jax.device_put(page_ids_C, self._everywhere)
+    return self._compiled.read_pages(pool, page_ids_C)
+
+  def carry(self, kv: kv_pool.KvPool) -> kv_pool.KvPool:
+    """Brings pages that `read_pages` gave, here or elsewhere, to this mesh."""
+    return jax.device_put(kv, self._split)
+
+  def write_pages(
+    self,
+    pool: kv_pool.KvPool,
+    carried: kv_pool.KvPool,
+    page_ids: Sequence[int],
+  ) -> kv_pool.KvPool:
+    """Puts carried pages into the pool; those for the trash page are lost.
+
+    Args:
+      pool: donated.
+      carried: what `read_pages` gave.
+      page_ids: where its first pages go; those left over go to the trash.
+
+    Returns:
+      The pool with those pages written.
+    """
+    page_ids_C = np.full(carried.key_LJOKH.shape[1], pages.TRASH_PAGE, np.int32)
+    page_ids_C[: len(page_ids)] = page_ids
+    page_ids_C = jax.device_put(page_ids_C, self._everywhere)
+    return self._compiled.write_pages(pool, self.carry(carried), page_ids_C)
 
   def _gather_entries(
     self, num_slots: int, entries: Sequence[Entry]

@@ -18,6 +18,8 @@ from dora_jax.model import attention, transformer
 class KvPool:
   """Keys and values of all live requests of a mesh, in pages.
 
+  The pages of one request, taken out of a pool, have the same form.
+
   Attributes:
     key_LJOKH: keys, after rotary embedding.
     value_LJOKH: values.
@@ -88,6 +90,20 @@ def copy_pages(
     return jax.tree.map(lambda kv: kv.at[:, target].set(kv[:, source]), pool)
 
   return jax.lax.fori_loop(0, num_copies, copy, pool)
+
+
+def read_pages(pool: KvPool, page_ids_C: Int[Array, "C"]) -> KvPool:
+  """The KV of some pages, all layers of each, in the order asked for."""
+  return jax.tree.map(lambda kv: kv[:, page_ids_C], pool)
+
+
+def write_pages(
+  pool: KvPool, carried: KvPool, page_ids_C: Int[Array, "C"]
+) -> KvPool:
+  """Puts what `read_pages` gave into these pages; the trash page may repeat."""
+  return jax.tree.map(
+    lambda kv, pages_of: kv.at[:, page_ids_C].set(pages_of), pool, carried
+  )
 
 
 def prefill_attention(

@@ -1,54 +1,32 @@
 """One generator: a slot batch at one version, on a mesh that it may share."""
 
-import collections
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
 
 from dora_jax import interfaces, types
-from dora_jax.generator import checks, kv_pool, pages, scheduler, verbs
+from dora_jax.generator import (
+  checks,
+  kv_pool,
+  kv_transfer,
+  roster,
+  slot_batch,
+  verbs,
+)
 from dora_jax.generator import engine as engine_lib
+from dora_jax.generator import live as live_lib
 from dora_jax.model import transformer
-
-
-@dataclasses.dataclass(kw_only=True)
-class Counters:
-  """What a lane has done since it was made; only ever grows.
-
-  Attributes:
-    decoded_tokens: tokens sampled.
-    prefilled_tokens: tokens whose KV was computed by prefill.
-    shared_prompts: requests that found their prompt prefilled.
-    busy_slot_steps: decode steps of slots with a request.
-    total_slot_steps: decode steps of all slots.
-  """
-
-  decoded_tokens: int = 0
-  prefilled_tokens: int = 0
-  shared_prompts: int = 0
-  busy_slot_steps: int = 0
-  total_slot_steps: int = 0
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Live:
-  """A request in a slot, and what it has sampled so far, chunk by chunk."""
-
-  request: types.Request
-  prompt_key: scheduler.PromptKey
-  page_ids: list[int]
-  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-  logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
-  versions: list[np.ndarray] = dataclasses.field(default_factory=list)
-  num_sampled: int = 0
 
 
 class Lane:
   """Serves the requests of one version at a time; implements Generator.
 
   Not for several threads: the one that drives the mesh calls everything.
+
+  A request moves in two phases, so that a failed move leaves it where it was:
+  `extract` packs it and pauses it here, `restore` takes it over elsewhere, and
+  only then `forget` frees its place; or `resume` goes on with it here.
 
   Attributes:
     generator_id: its id, unique in the run.
@@ -71,18 +49,22 @@ class Lane:
     self.generator_id = generator_id
     self.version: int | None = None
     self.num_slots = num_slots
-    self.counters = Counters()
+    self.counters = slot_batch.Counters()
     self._engine = engine
     self._pool = pool
     self._vocab_size = config.vocab_size
     self._max_length = max_length
     self._stop_ids = frozenset(stop_ids)
     self._served: verbs.Served | None = None
-    self._slots = engine.create_slots(num_slots)
-    self._waiting: collections.deque[types.Request] = collections.deque()
-    self._live: dict[int, _Live] = {}
-    # Slots of the live requests of each prompt, which share its full pages.
-    self._members: dict[scheduler.PromptKey, list[int]] = {}
+    self._slots = slot_batch.SlotBatch(
+      num_slots=num_slots, engine=engine, pool=pool, counters=self.counters
+    )
+    self._roster = roster.Roster(
+      generator_id=generator_id,
+      slots=self._slots,
+      engine=engine,
+      counters=self.counters,
+    )
     self._chunk: verbs.Chunk | None = None
 
   def load(self, version: int, params: interfaces.Params) -> None:
@@ -114,9 +96,37 @@ class Lane:
     self._served = None
     self.version = None
 
+  def refresh(self, version: int, params: interfaces.Params) -> int:
+    """Serves newer params, under which the live requests go on.
+
+    Breaks C1, for the schedule partial_rollout: what they sample from now on is
+    of this version, and their KV is computed anew. Whoever finds no pages for
+    that, because other lanes hold some of those it had, waits for them. Parcels
+    packed before stay of the version before.
+
+    Returns:
+      Tokens whose KV was computed anew.
+
+    Raises:
+      ValueError: the version is older than the one served.
+    """
+    self._check_between_chunks()
+    if self.version is None or version < self.version:
+      raise ValueError(
+        f"Generator {self.generator_id} serves version {self.version}, which "
+        f"cannot be refreshed to version {version}: load one, and no older one."
+      )
+    served = self._engine.serve(version, params)
+    before = self.counters.reprefilled_tokens
+    # Everyone leaves, and comes back by the way of those who bring no KV.
+    self._roster.age(version)
+    self._served, self.version = served, version
+    self._slots.admit(served, self._roster.line, version)
+    return self.counters.reprefilled_tokens - before
+
   def score(self, tokens: np.ndarray) -> np.ndarray:
     """Log-probability of each token but the first under what is loaded."""
-    return self._engine.score(self._loaded(), tokens)
+    return self._engine.score(self._loaded()[0], tokens)
 
   def submit(self, requests: Sequence[types.Request]) -> None:
     """Accepts all of these requests, or none and raises ValueError."""
@@ -128,11 +138,27 @@ class Lane:
         max_length=self._max_length,
         vocab_size=self._vocab_size,
       )
-    self._waiting.extend(requests)
+    self._roster.submit(requests)
 
   def num_live(self) -> int:
-    """Requests accepted and not yet returned."""
-    return len(self._waiting) + len(self._live)
+    """Requests accepted and neither returned nor forgotten."""
+    return self._roster.num_live()
+
+  def num_waiting(self) -> int:
+    """Live requests that wait for a slot."""
+    return len(self._roster.line)
+
+  def live_tokens(self) -> int:
+    """Positions whose KV live requests hold, in the pool or off it."""
+    return self._roster.num_kv_tokens()
+
+  def can_advance(self) -> bool:
+    """Whether `launch` would start a chunk; not while all it has is paused."""
+    if self._slots.num_running():
+      return True
+    return self.version is not None and self._slots.can_admit(
+      self._roster.line, self.version
+    )
 
   def step(self) -> list[types.Trajectory]:
     """Advances every live request by a chunk; returns those that finished."""
@@ -141,19 +167,17 @@ class Lane:
 
   def launch(self) -> None:
     """Fills free slots and starts a chunk on the mesh, without waiting."""
-    if self._chunk is not None:
-      raise RuntimeError(
-        f"Generator {self.generator_id} has a chunk under way: collect it."
-      )
+    self._check_between_chunks()
     if not self.num_live():
       return
-    served = self._loaded()
-    self._admit(served)
-    if not self._live:
-      # Other lanes hold the pages that the first request waits for.
+    served, version = self._loaded()
+    self._slots.admit(served, self._roster.line, version)
+    if not self._slots.num_running():
+      # Other lanes hold the pages that the first request waits for, or all
+      # requests are paused.
       return
-    self._pool.kv, self._slots, self._chunk = self._engine.decode(
-      served, self._pool.kv, self._slots
+    self._pool.kv, self._slots.on_mesh, self._chunk = self._engine.decode(
+      served, self._pool.kv, self._slots.on_mesh
     )
 
   def collect(self) -> list[types.Trajectory]:
@@ -169,122 +193,107 @@ class Lane:
     self.counters.busy_slot_steps += int(num_sampled_B.sum())
     self.counters.total_slot_steps += num_steps * self.num_slots
     finished = []
-    for slot, live in list(self._live.items()):
+    for slot, live in list(self._slots.live.items()):
+      if live.is_paused:
+        continue
       count = int(num_sampled_B[slot])
-      live.tokens.append(chunk.token_TB[:count, slot])
-      live.logprobs.append(chunk.logprob_TB[:count, slot])
-      live.versions.append(chunk.version_TB[:count, slot])
-      live.num_sampled += count
+      live.append(
+        chunk.token_TB[:count, slot],
+        chunk.logprob_TB[:count, slot],
+        chunk.version_TB[:count, slot],
+      )
       is_stopped = int(chunk.token_TB[count - 1, slot]) in self._stop_ids
       if is_stopped or live.num_sampled == live.request.max_new_tokens:
-        finished.append(self._finish(live, "stop" if is_stopped else "length"))
-        self._free(slot)
+        reason = "stop" if is_stopped else "length"
+        finished.append(live_lib.finish(live, reason))
+        self._slots.leave(slot)
     return finished
 
-  def _loaded(self) -> verbs.Served:
-    if self._served is None:
+  def extract(
+    self, requests: Collection[roster.Name], *, copies_kv: bool = True
+  ) -> list[kv_transfer.Parcel]:
+    """Pauses requests and packs them, to go on elsewhere.
+
+    Args:
+      requests: of training; those that are not here any more are left out.
+      copies_kv: packs copies of their pages, for any mesh. If not, parcels name
+        the pages, for a lane that shares the pool with this one.
+
+    Returns:
+      Parcels, which stay good whatever happens here if their KV is a copy.
+
+    Raises:
+      RuntimeError: one is paused already.
+    """
+    self._check_between_chunks()
+    return self._roster.extract(requests, copies_kv=copies_kv)
+
+  def restore(self, parcels: Sequence[kv_transfer.Parcel]) -> int:
+    """Takes over all of these requests, or none; they enter before new ones.
+
+    What they sample from now on, and its log-probabilities, are by not a bit
+    other than where they came from, if both compute alike.
+
+    Returns:
+      Positions whose KV came along.
+
+    Raises:
+      ValueError: one cannot be served, or its pages are not there any more.
+    """
+    self._check_between_chunks()
+    kv_transfer.check_parcels(
+      parcels,
+      generator_id=self.generator_id,
+      version=self.version,
+      pool=self._pool,
+      max_length=self._max_length,
+      vocab_size=self._vocab_size,
+    )
+    return self._roster.restore(parcels)
+
+  def forget(self, requests: Collection[roster.Name]) -> None:
+    """Frees what paused requests hold here: another generator has them.
+
+    Raises:
+      RuntimeError: one is not paused. One that is not here is left out.
+    """
+    self._check_between_chunks()
+    self._roster.forget(requests)
+
+  def resume(self, requests: Collection[roster.Name]) -> None:
+    """Goes on with paused requests that no other generator has taken."""
+    self._check_between_chunks()
+    self._roster.resume(requests)
+
+  def spill(self, requests: Collection[roster.Name]) -> list[roster.Name]:
+    """Carries the KV of requests to the host, to make room for a while.
+
+    They come back, without a token prefilled, when there is room for them.
+
+    Returns:
+      Those that were here, held pages, and were not paused.
+    """
+    self._check_between_chunks()
+    return self._roster.spill(requests)
+
+  def cancel(
+    self, requests: Collection[roster.Name]
+  ) -> list[tuple[int, int, int]]:
+    """Gives up requests, and what they have sampled.
+
+    Returns:
+      (group_id, member, sampled tokens) of those that were here.
+    """
+    self._check_between_chunks()
+    return self._roster.cancel(requests)
+
+  def _loaded(self) -> tuple[verbs.Served, int]:
+    if self._served is None or self.version is None:
       raise RuntimeError(f"Generator {self.generator_id} has no params loaded.")
-    return self._served
+    return self._served, self.version
 
-  def _admit(self, served: verbs.Served) -> None:
-    plan = scheduler.plan_admissions(
-      self._waiting,
-      free_slots=[s for s in range(self.num_slots) if s not in self._live],
-      num_free_pages=self._pool.allocator.num_free,
-      page_size=self._engine.page_size,
-      live_prompts=self._members.keys(),
-    )
-    if not plan:
-      return
-    entries = [self._enter(admission) for admission in plan]
-    self._prefill(served, [a.slot for a in plan if a.is_first])
-    self._pool.kv, self._slots = self._engine.insert(
-      self._pool.kv, self._slots, entries
-    )
-
-  def _enter(self, admission: scheduler.Admission) -> engine_lib.Entry:
-    """Takes the request off the queue and gives it its slot and pages."""
-    request = self._waiting.popleft()
-    assert request is admission.request
-    allocator = self._pool.allocator
-    position = len(request.prompt) - 1
-    copied_from = None
-    if admission.is_first:
-      shared = allocator.alloc(admission.num_shared)
-    else:
-      self.counters.shared_prompts += 1
-      relative = self._live[self._members[admission.prompt_key][0]]
-      shared = relative.page_ids[: admission.num_shared]
-      allocator.share(shared)
-      # What the relative has decoded into this page since lies at positions
-      # that this request writes before it reads them.
-      if position % self._engine.page_size:
-        copied_from = relative.page_ids[admission.num_shared]
-    page_ids = shared + allocator.alloc(admission.num_private)
-    self._live[admission.slot] = _Live(
-      request=request, prompt_key=admission.prompt_key, page_ids=page_ids
-    )
-    self._members.setdefault(admission.prompt_key, []).append(admission.slot)
-    return engine_lib.Entry(
-      slot=admission.slot,
-      page_ids=page_ids,
-      token=int(request.prompt[-1]),
-      position=position,
-      last_position=position + request.max_new_tokens,
-      temperature=request.temperature,
-      draw=(request.stream, request.group_id, request.member),
-      copied_from=copied_from,
-    )
-
-  def _prefill(self, served: verbs.Served, slots: Sequence[int]) -> None:
-    """Prefills the prompts of these slots, one call a bucket of lengths."""
-    buckets = collections.defaultdict(list)
-    for slot in slots:
-      live = self._live[slot]
-      tokens = live.request.prompt[:-1]
-      num_pages = pages.num_pages_for(len(tokens), self._engine.page_size)
-      if num_pages:
-        bucket = self._engine.bucket_pages(len(tokens))
-        buckets[bucket].append((tokens, live.page_ids[:num_pages]))
-        self.counters.prefilled_tokens += len(tokens)
-    for rows in buckets.values():
-      self._pool.kv = self._engine.prefill(
-        served, self._pool.kv, rows, num_rows=self.num_slots
-      )
-
-  def _free(self, slot: int) -> None:
-    """Gives slot and pages back; on the mesh the slot is inactive already."""
-    live = self._live.pop(slot)
-    self._pool.allocator.release(live.page_ids)
-    members = self._members[live.prompt_key]
-    members.remove(slot)
-    if not members:
-      del self._members[live.prompt_key]
-
-  def _finish(
-    self, live: _Live, reason: types.FinishReason
-  ) -> types.Trajectory:
-    request = live.request
-    logprobs = np.concatenate(live.logprobs)
-    versions = np.concatenate(live.versions)
-    name = f"Member {request.member} of group {request.group_id}"
-    if not np.isfinite(logprobs).all():
-      raise FloatingPointError(
-        f"{name} has log-probabilities that are not finite at version "
-        f"{request.version}: the params or the KV pool hold NaN or infinity."
-      )
-    if (versions != request.version).any():
+  def _check_between_chunks(self) -> None:
+    if self._chunk is not None:
       raise RuntimeError(
-        f"{name} is of version {request.version} but versions "
-        f"{sorted(set(versions.tolist()))} sampled it."
+        f"Generator {self.generator_id} has a chunk under way: collect it."
       )
-    return types.Trajectory(
-      group_id=request.group_id,
-      member=request.member,
-      version=request.version,
-      token_versions=versions,
-      prompt=request.prompt,
-      completion=np.concatenate(live.tokens),
-      behavior_logprobs=logprobs,
-      finish_reason=reason,
-    )

@@ -4,7 +4,8 @@ Knows numbers of pages only, nothing of their contents. Page 0 is the trash
 page: slots without a request write there, so it is never given to a request.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 TRASH_PAGE = 0
 
@@ -79,3 +80,35 @@ class PageAllocator:
           f"Page {page} is not held by anyone (pages 1 to "
           f"{self.num_pages - 1} can be): freed twice or never allocated."
         )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PageClaim:
+  """The pages of one request, each with a reference of its own.
+
+  Attributes:
+    allocator: of the pool that the pages are of.
+    page_ids: the pages, in order of position.
+    is_held: whether the references are still there; what only names a claim,
+      as a parcel does, must not read its pages once they are not.
+  """
+
+  allocator: PageAllocator
+  page_ids: Sequence[int]
+  is_held: bool = True
+
+  def share(self) -> "PageClaim":
+    """Another claim on the same pages, which outlives this one."""
+    if not self.is_held:
+      raise ValueError(
+        f"Pages {list(self.page_ids)} were released before they were taken "
+        "over: their request was finished, refreshed or cancelled meanwhile."
+      )
+    self.allocator.share(self.page_ids)
+    return PageClaim(allocator=self.allocator, page_ids=self.page_ids)
+
+  def release(self) -> None:
+    """Drops the references, once."""
+    assert self.is_held, "a claim is released by its one owner"
+    self.allocator.release(self.page_ids)
+    self.is_held = False

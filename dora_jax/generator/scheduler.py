@@ -44,9 +44,9 @@ class Admission:
     return self.num_private + (self.num_shared if self.is_first else 0)
 
 
-def prompt_key(request: types.Request) -> PromptKey:
-  """The key under which requests may share the pages of their prompt."""
-  return request.version, request.prompt.astype(np.int64).tobytes()
+def prompt_key(request: types.Request, version: int) -> PromptKey:
+  """The key under which requests share pages that this version prefilled."""
+  return version, request.prompt.astype(np.int64).tobytes()
 
 
 def num_shared_pages(prompt_length: int, page_size: int) -> int:
@@ -70,6 +70,7 @@ def num_request_pages(request: types.Request, page_size: int) -> int:
 def plan_admissions(
   waiting: Iterable[types.Request],
   *,
+  version: int,
   free_slots: Sequence[int],
   num_free_pages: int,
   page_size: int,
@@ -81,7 +82,9 @@ def plan_admissions(
   must not overtake it, or a long one could wait for ever.
 
   Args:
-    waiting: requests without a slot, oldest first.
+    waiting: requests without a slot, oldest first. What one has sampled before
+      it came here does not matter: its pages are those up to its limit.
+    version: that the lane serves.
     free_slots: slots without a request, in the order to fill them.
     num_free_pages: pages of the pool that nobody holds.
     page_size: token positions of a page.
@@ -93,7 +96,7 @@ def plan_admissions(
   plan = []
   seen = set(live_prompts)
   for slot, request in zip(free_slots, waiting, strict=False):
-    key = prompt_key(request)
+    key = prompt_key(request, version)
     num_shared = num_shared_pages(len(request.prompt), page_size)
     admission = Admission(
       request=request,

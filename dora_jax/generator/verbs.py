@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dora_jax import interfaces
 from dora_jax.generator import kv_pool, sampling
@@ -47,7 +47,8 @@ class Slots:
     last_position_B: position of the last token that may be sampled.
     temperature_B: of the sampling distribution.
     key_B: random key of the request; each draw folds its position in.
-    is_active_B: whether the slot has a request that is not finished.
+    is_active_B: whether the slot has a request that is not finished and not
+      paused.
   """
 
   page_table_BC: Any
@@ -66,7 +67,7 @@ class Entries:
 
   Attributes:
     page_table_BC: as in Slots, and so are the next four.
-    token_B: last token of the prompt.
+    token_B: the token to feed next: the last one that it has.
     position_B: its position.
     last_position_B: position of the last token that may be sampled.
     temperature_B: of the sampling distribution.
@@ -177,6 +178,15 @@ def insert(
     return jnp.where(is_new, new_row, old_row)
 
   return pool, jax.tree.map(choose, entered, slots)
+
+
+def switch(
+  slots: Slots, is_meant_B: Bool[Array, "B"], is_active: Bool[Array, ""]
+) -> Slots:
+  """Pauses or resumes the slots that are meant; nothing else changes."""
+  return dataclasses.replace(
+    slots, is_active_B=jnp.where(is_meant_B, is_active, slots.is_active_B)
+  )
 
 
 def decode(

@@ -109,16 +109,20 @@ class MeshWorker:
     """Pages of the pool that requests may hold."""
     return self._pool.allocator.num_pages - 1
 
+  def can_advance(self) -> bool:
+    """Whether any lane can; not while all that is live is paused."""
+    return any(a_lane.can_advance() for a_lane in self.lanes)
+
   def step(self) -> list[tuple[int, list[types.Trajectory]]]:
-    """Advances each lane that has work by a chunk.
+    """Advances each lane that can by a chunk.
 
     All chunks are started before the first is waited for, so that the mesh
     works on one while the host reads another.
 
     Returns:
-      (generator_id, finished trajectories) of each lane that had work.
+      (generator_id, finished trajectories) of each lane that was advanced.
     """
-    busy = [a_lane for a_lane in self.lanes if a_lane.num_live()]
+    busy = [a_lane for a_lane in self.lanes if a_lane.can_advance()]
     for a_lane in busy:
       a_lane.launch()
     return [(a_lane.generator_id, a_lane.collect()) for a_lane in busy]

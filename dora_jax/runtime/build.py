@@ -5,22 +5,25 @@ import dataclasses
 import json
 import pathlib
 import queue
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dora_jax import checkpoint, interfaces, trace
+from dora_jax import checkpoint, trace
 from dora_jax.generator import worker as worker_lib
 from dora_jax.model import transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
+  executing,
   generating,
   local,
   part,
   pieces,
+  record,
   recorder,
   scoring,
   training,
@@ -42,28 +45,63 @@ class Run:
   runtime: local.LocalRuntime
   trainer: train_step.Trainer
   trainer_part: training.TrainerPart
+  generator_parts: Sequence[generating.GeneratorPart]
   task: prompts.PromptTask
-  record: recorder.Recorder
+  results: recorder.Recorder
 
 
 @contextlib.contextmanager
-def build(config: Config, workdir: pathlib.Path):
+def build(
+  config: Config,
+  workdir: pathlib.Path,
+  *,
+  follow: pathlib.Path | None = None,
+  completion_limit: executing.CompletionLimit | None = None,
+):
   """Builds a run; closes its files and processes at the end of the context.
 
   Args:
     config: as `config.validate` has checked it.
     workdir: made where it is missing; gets the resolved config first.
+    follow: a record of events that the run shall repeat.
+    completion_limit: the length of each completion, which no stop token cuts
+      short: for benchmarks. None gives all config.generator.max_new_tokens at
+      most.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
-    yield _build(config, workdir, stack)
+    gate = _follow(config, workdir, follow) if follow is not None else None
+    yield _build(config, workdir, stack, gate, completion_limit)
+
+
+def _follow(
+  config: Config, workdir: pathlib.Path, path: pathlib.Path
+) -> record.ReplayGate:
+  """Opens a record for the run to follow."""
+  if path.resolve() == (workdir / record.FILE_NAME).resolve():
+    raise ValueError(
+      f"--replay={path} is where this run would write its own record: give "
+      "another --workdir."
+    )
+  if pieces.make_schedule(config).mixes_versions:
+    raise ValueError(
+      f"--replay cannot follow config.coordinator.schedule "
+      f"{config.coordinator.schedule!r}: at which token a live request takes a "
+      "new version is not recorded."
+    )
+  _, events = record.read_events(path)
+  return record.ReplayGate(events)
 
 
 def _build(
-  config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack
+  config: Config,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+  gate: record.ReplayGate | None,
+  completion_limit: executing.CompletionLimit | None,
 ) -> Run:
   tokenizer = pieces.make_tokenizer(config)
   task = pieces.make_task(config, tokenizer)
@@ -116,7 +154,13 @@ def _build(
     save_every_steps=config.checkpoint.every_steps,
     timeline=timeline,
   )
-  workers = _build_workers(config, shape, split, tokenizer)
+  stop_ids = tokenizer.stop_ids
+  if completion_limit is not None:
+    stop_ids = ()
+  else:
+    most = config.generator.max_new_tokens
+    completion_limit = lambda group_id, member: most
+  workers = _build_workers(config, shape, split, stop_ids)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
@@ -126,19 +170,21 @@ def _build(
     canary=canary,
     timeline=timeline,
   )
-  coordinator = pieces.make_coordinator(config)
-  record = recorder.Recorder(
+  generator_parts = list(dict.fromkeys(parts.generators.values()))
+  coordinator = pieces.make_coordinator(config, shape)
+  events = record.EventWriter(
+    workdir / record.FILE_NAME, config.coordinator.to_dict()
+  )
+  stack.callback(events.close)
+  results = recorder.Recorder(
     workdir=workdir,
     coordinator=coordinator,
     timeline=timeline,
     num_steps=config.coordinator.num_steps,
     decode=tokenizer.decode,
-    generator_busy_s=lambda: sum(
-      p.busy_s for p in dict.fromkeys(parts.generators.values())
-    ),
-    num_generator_meshes=len(split.generators),
+    generators=generator_parts,
   )
-  stack.callback(record.close)
+  stack.callback(results.close)
   evaluation_part = parts.generators[parts.evaluation_id]
   evaluator = evaluation.Evaluation(
     prompts=task.heldout_prompts()[: config.evaluation.num_prompts],
@@ -163,24 +209,32 @@ def _build(
   runtime = local.LocalRuntime(
     coordinator=coordinator,
     task=task,
-    tokenizer=tokenizer,
     parts=parts,
+    executor=executing.Executor(
+      task=task,
+      tokenizer=tokenizer,
+      parts=parts,
+      store=store,
+      temperature=config.generator.temperature,
+      completion_limit=completion_limit,
+    ),
     inbox=inbox,
-    store=store,
     evaluator=evaluator,
     evaluate_every_steps=config.evaluation.every_steps,
-    record=record,
+    results=results,
+    events=events,
+    gate=gate,
     workdir=workdir,
-    temperature=config.generator.temperature,
-    max_new_tokens=config.generator.max_new_tokens,
+    tick_s=config.coordinator.balance_period_s,
     stall_s=config.runtime.stall_s,
   )
   return Run(
     runtime=runtime,
     trainer=trainer,
     trainer_part=trainer_part,
+    generator_parts=generator_parts,
     task=task,
-    record=record,
+    results=results,
   )
 
 
@@ -188,7 +242,7 @@ def _build_workers(
   config: Config,
   shape: transformer.ModelConfig,
   split: meshes.Meshes,
-  tokenizer: interfaces.Tokenizer,
+  stop_ids: Sequence[int],
 ) -> list[worker_lib.MeshWorker]:
   """One worker a generator mesh; the first has the evaluation's lane too."""
   generator = config.generator
@@ -207,7 +261,7 @@ def _build_workers(
         num_pages=generator.num_pages or None,
         max_length=generator.max_length,
         chunk_steps=generator.chunk_steps,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=stop_ids,
         seed=config.seed,
         dtype=jnp.dtype(generator.dtype),
       )
@@ -224,7 +278,7 @@ def _build_parts(
   store: store_lib.WeightStore,
   canary: canary_lib.Canary,
   timeline: trace.Trace,
-) -> local.Parts:
+) -> executing.Parts:
   """Threads for everything; the last lane of the first mesh is evaluation's."""
   evaluation_id = workers[0].lanes[-1].generator_id
   lanes = {
@@ -250,12 +304,16 @@ def _build_parts(
     )
     for mesh_id, worker in enumerate(workers)
   ]
-  return local.Parts(
+  return executing.Parts(
     trainer=trainer_part,
     rewards=reward_part,
     generators={g: generator_parts[m] for g, (m, _) in lanes.items()},
     names=names,
     mesh_ids={g: mesh_id for g, (mesh_id, _) in lanes.items()},
+    kv_capacity={
+      mesh_id: worker.num_pages * worker.engine.page_size
+      for mesh_id, worker in enumerate(workers)
+    },
     num_slots={
       g: lane.num_slots for g, (_, lane) in lanes.items() if g != evaluation_id
     },

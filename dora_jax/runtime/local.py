@@ -5,36 +5,33 @@ recorder do; the parts (trainer, generator meshes, rewards) have a thread each.
 It serves a single host, and a Pathways controller, which sees every device.
 """
 
-import dataclasses
 import json
 import pathlib
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from absl import logging
 
-from dora_jax import interfaces, types
+from dora_jax import interfaces
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator import events as ev
 from dora_jax.runtime import (
   evaluation,
+  executing,
   generating,
   part,
+  record,
   recorder,
   scoring,
   training,
 )
 from dora_jax.tasks import reward_pool
-from dora_jax.weights import store as store_lib
 
 _PROPER_ENDS = ("finished", "data_exhausted")
-_EVALUATION = "evaluation"
-_ROLLOUT = "rollout"
 _REFRESH_S = 0.5
 # How long a part may take to end after it was told to.
 _JOIN_S = 20.0
@@ -42,58 +39,6 @@ _JOIN_S = 20.0
 
 class PartFailed(RuntimeError):
   """A part of the run ended by an exception, which is the cause of this one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-  """The threads of a run.
-
-  Attributes:
-    trainer: makes steps.
-    rewards: scores completions.
-    generators: generator_id -> the part that drives its mesh.
-    names: generator_id -> its name, by which it holds versions.
-    mesh_ids: generator_id -> its mesh.
-    num_slots: generator_id -> its slots, for those that the coordinator uses.
-    evaluation_id: the generator that the evaluation uses.
-  """
-
-  trainer: training.TrainerPart
-  rewards: scoring.RewardPart
-  generators: Mapping[int, generating.GeneratorPart]
-  names: Mapping[int, str]
-  mesh_ids: Mapping[int, int]
-  num_slots: Mapping[int, int]
-  evaluation_id: int
-
-  def all(self) -> list[part.Part]:
-    """Each part once."""
-    return [
-      self.trainer,
-      self.rewards,
-      *dict.fromkeys(self.generators.values()),
-    ]
-
-
-@dataclasses.dataclass(kw_only=True)
-class _GroupData:
-  """What the coordinator knows only by id."""
-
-  prompt: types.Prompt
-  trajectories: dict[int, types.Trajectory] = dataclasses.field(
-    default_factory=dict
-  )
-  rewards: dict[int, float] = dataclasses.field(default_factory=dict)
-
-  def group(self, group_id: int) -> types.Group:
-    """The finished group, in order of its members."""
-    members = sorted(self.trajectories)
-    return types.Group(
-      group_id=group_id,
-      prompt=self.prompt,
-      trajectories=tuple(self.trajectories[m] for m in members),
-      rewards=np.array([self.rewards[m] for m in members], np.float32),
-    )
 
 
 class LocalRuntime:
@@ -104,50 +49,49 @@ class LocalRuntime:
     *,
     coordinator: coordinator_lib.Coordinator,
     task: interfaces.Task,
-    tokenizer: interfaces.Tokenizer,
-    parts: Parts,
+    parts: executing.Parts,
+    executor: executing.Executor,
     inbox: queue.SimpleQueue[Any],
-    store: store_lib.WeightStore,
     evaluator: evaluation.Evaluation,
     evaluate_every_steps: int,
-    record: recorder.Recorder,
+    results: recorder.Recorder,
+    events: record.EventWriter,
+    gate: record.ReplayGate | None,
     workdir: pathlib.Path,
-    temperature: float,
-    max_new_tokens: int,
+    tick_s: float,
     stall_s: float,
   ):
     """Wires; starts nothing.
 
     Args:
       coordinator: decides.
-      task: prompts by group id.
-      tokenizer: decodes completions for the rewards.
+      task: says how many groups there are.
       parts: not yet started.
+      executor: carries out commands.
       inbox: where the parts post.
-      store: of versions; version 0 is published in it.
       evaluator: of held-out prompts.
       evaluate_every_steps: 0 evaluates only before and after.
-      record: what the run leaves behind.
+      results: what the run leaves behind.
+      events: the record of what the coordinator hears.
+      gate: of the record that this run follows; None where it follows none.
       workdir: of the run.
-      temperature: of sampling in training.
-      max_new_tokens: of a completion.
+      tick_s: seconds between two Ticks; 0 sends none.
       stall_s: a silence beyond it is reported.
     """
     self._coordinator = coordinator
     self._task = task
-    self._tokenizer = tokenizer
     self._parts = parts
+    self._executor = executor
     self._inbox = inbox
-    self._store = store
     self._evaluator = evaluator
     self._evaluate_every_steps = evaluate_every_steps
-    self._record = record
+    self._results = results
+    self._events = events
+    self._gate = gate
     self._workdir = workdir
-    self._temperature = temperature
-    self._max_new_tokens = max_new_tokens
+    self._tick_s = tick_s
     self._stall_s = stall_s
-    self._groups: dict[int, _GroupData] = {}
-    self._heard_s = time.monotonic()
+    self._heard_s = self._ticked_s = time.monotonic()
 
   def run(self) -> str:
     """Runs to the end; returns why it ended.
@@ -160,14 +104,14 @@ class LocalRuntime:
       each.start()
     try:
       with self._interruptible():
-        self._record.start_clock()
+        self._results.start_clock()
         self._evaluator.request(self._coordinator.newest_version, must_run=True)
         self._join_generators()
         while not self._is_over():
           message = self._next_message()
           if message is not None:
             self._hear(message)
-          self._record.refresh()
+          self._results.refresh()
     finally:
       self._end_parts()
     assert self._coordinator.stop_reason is not None
@@ -183,14 +127,18 @@ class LocalRuntime:
   def _join_generators(self) -> None:
     if self._task.num_groups is not None:
       self._feed(ev.DataExhausted(num_groups=self._task.num_groups))
-    for generator_id, num_slots in self._parts.num_slots.items():
-      self._feed(
-        ev.GeneratorJoined(generator_id=generator_id, num_slots=num_slots)
-      )
+    for event in self._parts.joined():
+      self._feed(event)
 
   def _next_message(self) -> Any | None:
+    timeout_s = _REFRESH_S
+    if self._tick_s:
+      timeout_s = min(timeout_s, self._tick_s)
+      if time.monotonic() - self._ticked_s >= self._tick_s:
+        self._ticked_s = time.monotonic()
+        self._feed(ev.Tick())
     try:
-      message = self._inbox.get(timeout=_REFRESH_S)
+      message = self._inbox.get(timeout=timeout_s)
     except queue.Empty:
       if time.monotonic() - self._heard_s > self._stall_s:
         self._report_stall()
@@ -209,21 +157,28 @@ class LocalRuntime:
       case generating.Sampled():
         self._hear_sampled(message)
       case generating.Served():
-        if message.generator_id == self._parts.evaluation_id:
-          self._evaluator.serve()
-        else:
-          self._feed(
-            ev.Loaded(
-              generator_id=message.generator_id, version=message.version
-            )
+        self._hear_served(message)
+      case generating.Progress():
+        self._hear_progress(message)
+      case generating.Extracted():
+        moved = self._executor.pass_on(message)
+        if moved is not None:
+          self._feed(moved)
+      case generating.Restored() | generating.RestoreFailed():
+        self._feed(self._executor.end_move(message))
+      case generating.Cancelled():
+        self._feed(
+          ev.Cancelled(
+            generator_id=message.generator_id, cancelled=message.cancelled
           )
+        )
       case scoring.Judged():
         for result in message.results:
           self._hear_score(result)
       case training.Stepped():
         self._hear_step(message)
       case ev.StopRequested():
-        self._record.note(f"stopping: {message.reason}")
+        self._results.note(f"stopping: {message.reason}")
         self._feed(message)
       case _:
         raise TypeError(f"Nobody sends {message!r}.")
@@ -232,51 +187,62 @@ class LocalRuntime:
     for trajectory in message.trajectories:
       if message.generator_id == self._parts.evaluation_id:
         prompt = self._evaluator.prompt(trajectory)
-        self._send_score(_EVALUATION, prompt, trajectory)
-      elif trajectory.group_id in self._groups:
-        data = self._groups[trajectory.group_id]
-        data.trajectories[trajectory.member] = trajectory
-        self._record.trajectory(trajectory)
+        self._executor.send_score(executing.EVALUATION, prompt, trajectory)
+      else:
+        self._executor.keep_trajectory(trajectory)
+        self._results.trajectory(trajectory)
         self._feed(
           ev.Finished(
             generator_id=message.generator_id,
             group_id=trajectory.group_id,
             member=trajectory.member,
             version=trajectory.version,
+            num_tokens=len(trajectory.completion),
           )
         )
 
-  def _send_score(
-    self, purpose: str, prompt: types.Prompt, trajectory: types.Trajectory
-  ) -> None:
-    completion = self._tokenizer.decode(trajectory.completion.tolist())
-    self._parts.rewards.send(
-      scoring.ScoreOrder(
-        job=(purpose, trajectory.group_id, trajectory.member),
-        prompt=prompt,
-        completion=completion,
+  def _hear_served(self, message: generating.Served) -> None:
+    if message.generator_id == self._parts.evaluation_id:
+      self._evaluator.serve()
+    else:
+      self._feed(
+        ev.Loaded(
+          generator_id=message.generator_id,
+          version=message.version,
+          num_reprefilled=message.num_reprefilled,
+        )
       )
-    )
+
+  def _hear_progress(self, message: generating.Progress) -> None:
+    if message.generator_id != self._parts.evaluation_id:
+      self._feed(
+        ev.Progress(
+          generator_id=message.generator_id,
+          num_sampled=message.num_sampled,
+          num_kv_tokens=message.num_kv_tokens,
+          num_waiting=message.num_waiting,
+          pages_used=message.pages_used,
+          num_pages=message.num_pages,
+        )
+      )
 
   def _hear_score(self, result: reward_pool.ScoreResult) -> None:
     assert isinstance(result.job, tuple)
     purpose, group_id, member = result.job
-    if purpose == _EVALUATION:
+    if purpose == executing.EVALUATION:
       done = self._evaluator.score(result)
       if done is not None:
-        self._record.evaluation(done)
-    elif group_id not in self._groups:
-      return  # The run has stopped early, and its groups are forgotten.
+        self._results.evaluation(done)
     elif result.reward is None:
       assert result.error is not None
-      self._record.score_error(group_id, member, result.error)
+      self._results.score_error(group_id, member, result.error)
       is_late = result.error.startswith("timed out")
       reason = "reward_timed_out" if is_late else "reward_failed"
       self._feed(
         ev.ScoreFailed(group_id=group_id, member=member, reason=reason)
       )
     else:
-      self._groups[group_id].rewards[member] = result.reward
+      self._executor.keep_reward(group_id, member, result.reward)
       self._feed(ev.Scored(group_id=group_id, member=member))
 
   def _hear_step(self, message: training.Stepped) -> None:
@@ -284,72 +250,39 @@ class LocalRuntime:
     if every and message.version % every == 0:
       self._evaluator.request(message.version, must_run=False)
     self._feed(ev.StepDone(version=message.version))
-    self._record.step(message.version, message.metrics)
+    self._results.step(message.version, message.metrics)
 
   def _feed(self, event: ev.Event) -> None:
-    for command in self._coordinator.handle(event, time.monotonic()):
-      self._carry_out(command)
+    """Lets the coordinator hear what has happened, or what is recorded."""
+    if self._gate is None:
+      self._decide(event, time.monotonic())
+      return
+    self._gate.offer(event)
+    while self._coordinator.stop_reason is None:
+      recorded = self._gate.next()
+      if not recorded:
+        return
+      for past_event, past_s in recorded:
+        self._decide(past_event, past_s)
 
-  def _carry_out(self, command: ev.Command) -> None:
-    match command:
-      case ev.Load():
-        self._store.reserve(
-          command.version,
-          holder=self._parts.names[command.generator_id],
-          mesh_id=self._parts.mesh_ids[command.generator_id],
-        )
-        self._parts.generators[command.generator_id].send(
-          generating.LoadOrder(
-            generator_id=command.generator_id, version=command.version
-          )
-        )
-      case ev.Submit():
-        self._submit(command)
-      case ev.Score():
-        data = self._groups[command.group_id]
-        self._send_score(
-          _ROLLOUT, data.prompt, data.trajectories[command.member]
-        )
-      case ev.Train():
-        groups = [self._groups.pop(g).group(g) for g in command.group_ids]
-        self._record.batch(groups, step=command.step)
-        self._parts.trainer.send(groups)
-      case ev.Drop():
-        del self._groups[command.group_id]
-      case ev.Release():
-        self._store.release(command.version, holder="coordinator")
-      case ev.Stop():
-        self._stop(command)
-
-  def _submit(self, command: ev.Submit) -> None:
-    if command.group_id not in self._groups:
-      prompt = self._task.prompt(command.group_id)
-      self._groups[command.group_id] = _GroupData(prompt=prompt)
-    prompt = self._groups[command.group_id].prompt
-    self._parts.generators[command.generator_id].send(
-      generating.SubmitOrder(
-        generator_id=command.generator_id,
-        requests=[
-          types.Request(
-            group_id=command.group_id,
-            member=member,
-            version=command.version,
-            prompt=prompt.tokens,
-            max_new_tokens=self._max_new_tokens,
-            temperature=self._temperature,
-          )
-          for member in command.members
-        ],
-      )
-    )
-
-  def _stop(self, command: ev.Stop) -> None:
-    self._groups.clear()
-    if command.reason in _PROPER_ENDS:
-      self._evaluator.request(self._coordinator.newest_version, must_run=True)
+  def _decide(self, event: ev.Event, now_s: float) -> None:
+    if self._coordinator.stop_reason is None:
+      self._events.write(event, now_s)
+    commands = self._coordinator.handle(event, now_s)
+    # What is let go goes first: a generator that unloads the version meanwhile
+    # would find itself its last holder, and keep a copy for nobody.
+    for command in sorted(
+      commands, key=lambda c: not isinstance(c, ev.Release)
+    ):
+      batch = self._executor.carry_out(command)
+      if isinstance(command, ev.Train) and batch is not None:
+        self._results.batch(batch, step=command.step)
+      elif isinstance(command, ev.Stop) and command.reason in _PROPER_ENDS:
+        self._evaluator.request(self._coordinator.newest_version, must_run=True)
 
   def _report_stall(self) -> None:
     """Says who waits for what, and writes the coordinator's state down."""
+    self._events.flush()
     path = self._workdir / "stall.json"
     path.write_text(json.dumps(self._coordinator.snapshot(), indent=2))
     now_s = time.monotonic()
@@ -360,6 +293,8 @@ class LocalRuntime:
       f"{each.part} is {each.doing} for {now_s - each.since_s:.0f} s"
       for each in self._parts.all()
     ]
+    if self._gate is not None:
+      lines.append(f"the record goes on with {self._gate.waiting_for()}")
     logging.error(
       "Nothing has happened for %.0f s (config.runtime.stall_s): %s. The "
       "coordinator's state is in stall.json of the workdir.",

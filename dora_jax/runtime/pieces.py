@@ -9,8 +9,9 @@ import numpy as np
 
 from dora_jax import config as config_lib
 from dora_jax import interfaces
+from dora_jax.coordinator import balance
 from dora_jax.coordinator import coordinator as coordinator_lib
-from dora_jax.coordinator.schedules import registry
+from dora_jax.coordinator.schedules import base, registry
 from dora_jax.model import huggingface, transformer
 from dora_jax.parallel import axes
 from dora_jax.runtime import canary as canary_lib
@@ -151,8 +152,10 @@ def make_trainer(
     supervised_lr=config.cold_start.lr,
     row_length=trainer.row_length,
     rows_per_batch=trainer.rows_per_batch,
+    loss=trainer.loss,
     clip_low=trainer.clip_low,
     clip_high=trainer.clip_high,
+    weight_cap=trainer.weight_cap,
     temperature=config.generator.temperature,
     compute_dtype=jnp.dtype(config.model.compute_dtype),
     logprob_chunk=trainer.logprob_chunk,
@@ -160,17 +163,57 @@ def make_trainer(
   )
 
 
-def make_coordinator(config: Config) -> coordinator_lib.Coordinator:
-  """The state machine with the schedule of config.coordinator."""
+def make_schedule(config: Config) -> base.Schedule:
+  """The strategy of config.coordinator.
+
+  Raises:
+    ValueError: there is no such schedule, or the loss cannot train on what it
+      delivers.
+  """
   coordinator = config.coordinator
   schedule = registry.create(
     coordinator.schedule,
     max_staleness=coordinator.max_staleness,
     prompts_per_batch=coordinator.prompts_per_batch,
     rollout_groups=config_lib.rollout_groups(config),
+    oversample=coordinator.oversample,
+    evict=coordinator.evict,
   )
+  if schedule.mixes_versions and config.trainer.loss != "decoupled_ppo":
+    raise ValueError(
+      f"config.trainer.loss is {config.trainer.loss!r} but must be "
+      f"'decoupled_ppo' where config.coordinator.schedule is "
+      f"{coordinator.schedule!r}, whose trajectories hold tokens of several "
+      "versions."
+    )
+  return schedule
+
+
+def make_coordinator(
+  config: Config, shape: transformer.ModelConfig
+) -> coordinator_lib.Coordinator:
+  """The state machine of config.coordinator."""
+  coordinator = config.coordinator
+  itemsize = jnp.dtype(config.generator.dtype).itemsize
+  sizes = [
+    leaf.size
+    for leaf in jax.tree.leaves(
+      transformer.abstract_params(shape, dtype=jnp.float32)
+    )
+  ]
+  kv_size = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width
   return coordinator_lib.Coordinator(
-    schedule=schedule,
+    schedule=make_schedule(config),
+    balance_settings=balance.Settings(
+      repartition=coordinator.repartition,
+      moves=coordinator.moves,
+      filling=coordinator.filling,
+      on_step=coordinator.balance_on_step,
+      kv_pressure=coordinator.kv_pressure,
+      period_s=coordinator.balance_period_s,
+      weight_bytes=sum(sizes) * itemsize,
+      kv_token_bytes=kv_size * itemsize,
+    ),
     group_size=coordinator.group_size,
     prompts_per_batch=coordinator.prompts_per_batch,
     num_steps=coordinator.num_steps,

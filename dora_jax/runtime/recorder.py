@@ -14,7 +14,7 @@ from dora_jax import metrics as metrics_lib
 from dora_jax import trace, types
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.runtime import evaluation as evaluation_lib
-from dora_jax.runtime import progress, summary
+from dora_jax.runtime import generating, progress, summary
 
 # Shorter waits come and go too fast to be read.
 _LONG_WAIT_S = 0.5
@@ -35,8 +35,7 @@ class Recorder:
     timeline: trace.Trace,
     num_steps: int,
     decode: Callable[[Sequence[int]], str],
-    generator_busy_s: Callable[[], float],
-    num_generator_meshes: int,
+    generators: Sequence[generating.GeneratorPart],
     stream: TextIO = sys.stdout,
   ):
     self.num_mixed = 0
@@ -44,8 +43,7 @@ class Recorder:
     self._coordinator = coordinator
     self._trace = timeline
     self._decode = decode
-    self._generator_busy_s = generator_busy_s
-    self._num_generator_meshes = num_generator_meshes
+    self._generators = generators
     self._metrics = metrics_lib.MetricsWriter(workdir)
     self._progress = progress.Progress(num_steps, stream)
     self._start_s = time.perf_counter()
@@ -118,6 +116,7 @@ class Recorder:
     alive = self._coordinator.versions_alive()
     waits = self._coordinator.trainer_wait_s
     ledger = self._coordinator.ledger
+    fleet, balancer = self._coordinator.fleet, self._coordinator.balancer
     tokens = self._trained_tokens - self._last_tokens
     self._reward = values["train/reward_mean"]
     self._lag_mean = values["train/lag_mean"]
@@ -133,8 +132,21 @@ class Recorder:
         "rollout/groups_dropped": ledger.num_dropped(),
         "rollout/generator_idle_share": self._idle_share(now_s),
         "rollout/mixed": self.num_mixed,
+        **self._slot_steps(),
         "rollout/trainer_wait_data_s": waits["data"],
         "rollout/trainer_wait_straggler_s": waits["straggler"],
+        **{
+          f"rollout/generator_wait_{cause}_s": seconds
+          for cause, seconds in fleet.wait_s.items()
+        },
+        **{
+          f"rollout/balanced_on_{trigger}": count
+          for trigger, count in balancer.counts.items()
+        },
+        **{
+          f"ledger/{name.replace('/', '_')}": value
+          for name, value in ledger_values(self._coordinator).items()
+        },
       },
     )
     self._trace.counter("reward", now_s, mean=self._reward)
@@ -194,7 +206,7 @@ class Recorder:
     ledger = self._coordinator.ledger
     seconds = time.perf_counter() - self._start_s
     size = ledger.group_size
-    dropped = {name: len(ids) * size for name, ids in ledger.dropped.items()}
+    dropped = {name: count * size for name, count in ledger.dropped.items()}
     values: dict[str, float] = {
       "seconds": seconds,
       "steps": self._coordinator.newest_version,
@@ -206,7 +218,12 @@ class Recorder:
       "generator_idle_share": self._idle_share(time.perf_counter()),
       "trainer_wait_data_s": self._coordinator.trainer_wait_s["data"],
       "trainer_wait_straggler_s": self._coordinator.trainer_wait_s["straggler"],
+      **{
+        f"generator_wait_{cause}_s": waited_s
+        for cause, waited_s in self._coordinator.fleet.wait_s.items()
+      },
       **{f"lag_count/{lag}": n for lag, n in ledger.lag_counts.items()},
+      **ledger_values(self._coordinator),
       **extra,
     }
     if self._accuracies:
@@ -224,8 +241,12 @@ class Recorder:
       **values,
       "dropped": values["dropped"] - dropped.get("stopped", 0),
     }
+    schedule = self._coordinator.schedule
     return summary.broken_promises(
-      judged, max_staleness=self._coordinator.max_staleness
+      judged,
+      max_staleness=schedule.max_staleness,
+      may_mix=schedule.mixes_versions,
+      may_drop=schedule.drops_groups,
     )
 
   def close(self) -> None:
@@ -237,5 +258,65 @@ class Recorder:
 
   def _idle_share(self, now_s: float) -> float:
     """Share of the generator meshes' time in which none had a request."""
-    elapsed_s = max(now_s - self._start_s, 1e-9) * self._num_generator_meshes
-    return max(0.0, 1.0 - self._generator_busy_s() / elapsed_s)
+    elapsed_s = max(now_s - self._start_s, 1e-9) * len(self._generators)
+    busy_s = sum(generator.busy_s for generator in self._generators)
+    return max(0.0, 1.0 - busy_s / elapsed_s)
+
+  def _slot_steps(self) -> dict[str, float]:
+    """Decode steps of slots, with a request and in all, summed over lanes."""
+    counters = [
+      lane.counters
+      for generator in self._generators
+      for lane in generator.worker.lanes
+    ]
+    return {
+      "rollout/busy_slot_steps": float(
+        sum(c.busy_slot_steps for c in counters)
+      ),
+      "rollout/total_slot_steps": float(
+        sum(c.total_slot_steps for c in counters)
+      ),
+    }
+
+
+def ledger_values(
+  coordinator: coordinator_lib.Coordinator,
+) -> dict[str, float]:
+  """The ledger as flat numbers: tokens and trajectories by where they are.
+
+  generated_tokens is the sum of open (finished, its group not complete), ready,
+  in batch, trained and dropped; in_flight_tokens come on top: they are held by
+  live requests, and known as of each generator's last report.
+  """
+  ledger = coordinator.ledger
+  tokens, size = ledger.tokens, ledger.group_size
+  num_lags = max(sum(ledger.lag_counts.values()), 1)
+  reported = sum(view.num_sampled for view in coordinator.fleet)
+  values: dict[str, float] = {
+    "generated": ledger.num_generated,
+    "trained": ledger.num_trained * size,
+    "moved": ledger.num_moved,
+    "regenerated": ledger.num_regenerated * size,
+    "generated_tokens": tokens.generated,
+    "open_tokens": tokens.open,
+    "ready_tokens": tokens.ready,
+    "in_batch_tokens": tokens.in_batch,
+    "trained_tokens": tokens.trained,
+    "dropped_tokens": tokens.dropped.total(),
+    "in_flight_tokens": max(reported - tokens.generated, 0),
+    "reprefilled": tokens.reprefilled,
+    "moved_tokens": tokens.moved,
+    "lag_mean": sum(ledger.lag_sums.values()) / num_lags,
+    "lag_in_flight_mean": ledger.lag_sums["in_flight"] / num_lags,
+    "lag_in_queue_mean": ledger.lag_sums["in_queue"] / num_lags,
+    # The length-bias audit: a schedule that prefers short answers trains on
+    # shorter ones than it samples.
+    "length_generated_mean": tokens.generated / max(ledger.num_generated, 1),
+    "length_trained_mean": tokens.trained / max(ledger.num_trained * size, 1),
+  }
+  for reason, count in tokens.dropped.items():
+    values[f"dropped_tokens/{reason}"] = count
+  for reason, counts in ledger.dropped_lengths.items():
+    for bound, count in counts.items():
+      values[f"dropped_shorter_than/{reason}/{bound}"] = count
+  return {name: float(value) for name, value in values.items()}

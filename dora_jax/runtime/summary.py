@@ -107,6 +107,21 @@ def closing_table(
     "mixed": ("mixed trajectories", "{:.0f}"),
     "dropped": ("dropped trajectories", "{:.0f}"),
     "generator_idle_share": ("generators idle", "{:.1%}"),
+    "lag_mean": ("lag, mean", "{:.2f} versions"),
+    "lag_in_flight_mean": ("  in flight", "{:.2f}"),
+    "lag_in_queue_mean": ("  in queue", "{:.2f}"),
+    "generated_tokens": ("tokens generated", "{:,.0f}"),
+    "trained_tokens": ("  trained", "{:,.0f}"),
+    "dropped_tokens": ("  dropped", "{:,.0f}"),
+    "reprefilled": ("tokens prefilled again", "{:,.0f}"),
+    "moved": ("requests moved", "{:,.0f}"),
+    "length_generated_mean": ("length, generated", "{:.1f} tokens"),
+    "length_trained_mean": ("length, trained", "{:.1f} tokens"),
+    "trainer_wait_data_s": ("trainer waited for data", "{:.1f} s"),
+    "trainer_wait_straggler_s": ("  for the oldest straggler", "{:.1f} s"),
+    "generator_wait_prompts_s": ("generators waited for prompts", "{:.1f} s"),
+    "generator_wait_weights_s": ("  for weights", "{:.1f} s"),
+    "generator_wait_pages_s": ("  for pages", "{:.1f} s"),
   }
   rows = [
     (label, form.format(float(values[name])))

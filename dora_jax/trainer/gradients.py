@@ -8,7 +8,7 @@ of the micro-batches, however the rows are split over micro-batches or devices.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ _FIELDS = (
 )
 
 DeviceBatch = Mapping[str, jax.Array]
+PolicyLoss = Literal["ppo_clip", "decoupled_ppo"]
 
 
 class TokenStats(NamedTuple):
@@ -41,12 +42,14 @@ class TokenStats(NamedTuple):
     entropies_BT: of the distribution that drew the token, in nats.
     is_clipped_low_BT: see losses.ClipStats.
     is_clipped_high_BT: see losses.ClipStats.
+    is_capped_BT: see losses.ClipStats.
   """
 
   log_ratios_BT: Float[Any, "B T"]
   entropies_BT: Float[Any, "B T"]
   is_clipped_low_BT: Bool[Any, "B T"]
   is_clipped_high_BT: Bool[Any, "B T"]
+  is_capped_BT: Bool[Any, "B T"]
 
 
 class UpdateStats(NamedTuple):
@@ -69,8 +72,10 @@ class LossSettings:
 
   Attributes:
     config: of the model.
+    loss: which of `losses` the policy is trained by.
     clip_low: see losses.ppo_clip.
     clip_high: see losses.ppo_clip.
+    weight_cap: see losses.decoupled_ppo; ppo_clip does not read it.
     temperature: at which the generator samples.
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
@@ -79,8 +84,10 @@ class LossSettings:
   """
 
   config: transformer.ModelConfig
+  loss: PolicyLoss
   clip_low: float
   clip_high: float
+  weight_cap: float
   temperature: float
   compute_dtype: Any
   logprob_chunk: int
@@ -128,7 +135,7 @@ def policy_loss(
   *,
   settings: LossSettings,
 ) -> tuple[Float[jax.Array, ""], TokenStats]:
-  """This micro-batch's part of the token-mean of losses.ppo_clip.
+  """This micro-batch's part of the token-mean of the loss of the settings.
 
   Source: token-level mean as in DAPO, section 3.3
   (https://arxiv.org/abs/2503.14476).
@@ -140,20 +147,50 @@ def policy_loss(
   # Cut before the loss, for a NaN in a masked token would reach the gradient
   # through a mask that comes after it.
   is_sampled_BT = mask_BT > 0.0
-  loss_BT, clip = losses.ppo_clip(
+  loss_BT, clip = _token_losses(
     jnp.where(is_sampled_BT, logprobs_BT, 0.0),
     jnp.where(is_sampled_BT, batch["behavior_logprobs"], 0.0),
     jnp.where(is_sampled_BT, batch["advantages"], 0.0),
-    clip_low=settings.clip_low,
-    clip_high=settings.clip_high,
+    settings,
   )
   stats = TokenStats(
     log_ratios_BT=clip.log_ratios_BT,
     entropies_BT=entropies_BT,
     is_clipped_low_BT=clip.is_clipped_low_BT,
     is_clipped_high_BT=clip.is_clipped_high_BT,
+    is_capped_BT=clip.is_capped_BT,
   )
   return losses.sum_where(loss_BT, mask_BT) / denominator, stats
+
+
+def _token_losses(
+  logprobs_BT: Float[jax.Array, "B T"],
+  behavior_logprobs_BT: Float[jax.Array, "B T"],
+  advantages_BT: Float[jax.Array, "B T"],
+  settings: LossSettings,
+) -> tuple[Float[jax.Array, "B T"], losses.ClipStats]:
+  """The loss that the settings name, of every token."""
+  clip_low, clip_high = settings.clip_low, settings.clip_high
+  if settings.loss == "ppo_clip":
+    return losses.ppo_clip(
+      logprobs_BT,
+      behavior_logprobs_BT,
+      advantages_BT,
+      clip_low=clip_low,
+      clip_high=clip_high,
+    )
+  return losses.decoupled_ppo(
+    logprobs_BT,
+    # A step is one update, taken where it starts: the proximal policy is the
+    # one that this forward has just computed. So its ratio is 1, and the clip
+    # would bind only if a step made several updates.
+    jax.lax.stop_gradient(logprobs_BT),
+    behavior_logprobs_BT,
+    advantages_BT,
+    clip_low=clip_low,
+    clip_high=clip_high,
+    weight_cap=settings.weight_cap,
+  )
 
 
 def supervised_loss(
@@ -174,6 +211,7 @@ def supervised_loss(
     entropies_BT=entropies_BT,
     is_clipped_low_BT=jnp.zeros(mask_BT.shape, bool),
     is_clipped_high_BT=jnp.zeros(mask_BT.shape, bool),
+    is_capped_BT=jnp.zeros(mask_BT.shape, bool),
   )
   loss_BT = losses.supervised(logprobs_BT)
   return losses.sum_where(loss_BT, mask_BT) / denominator, stats

@@ -10,6 +10,8 @@ pi / pi_behavior of such a token, clamped as in losses.ppo_clip:
   mismatch_kl_k3 the same over tokens of lag 0, where both sides have the same
                  params: what engine and trainer disagree about. Absent where
                  the step has no such token.
+  weight_capped_share share of tokens whose weight losses.decoupled_ppo has cut
+                 to its cap; 0 in ppo_clip.
   ratio_one_share share of tokens with r exactly 1. Near 1 in an asynchronous
                  run, it says that behavior log-probabilities were recomputed.
 
@@ -64,6 +66,7 @@ def ratio_metrics(
     "kl_behavior_k3": float(k3.mean()),
     "clip_share_low": _share(batches, [s.is_clipped_low_BT for s in stats]),
     "clip_share_high": _share(batches, [s.is_clipped_high_BT for s in stats]),
+    "weight_capped_share": _share(batches, [s.is_capped_BT for s in stats]),
   }
   if (lags == 0).any():
     metrics["mismatch_kl_k3"] = float(k3[lags == 0].mean())
@@ -73,7 +76,10 @@ def ratio_metrics(
 def group_metrics(
   groups: Sequence[types.Group], *, version: int
 ) -> dict[str, float]:
-  """Rewards, lengths in tokens and lags in versions, over trajectories."""
+  """Rewards, lengths in tokens and lags in versions, over trajectories.
+
+  The lag of a trajectory is that of its oldest version.
+  """
   rewards = np.concatenate([group.rewards for group in groups])
   trajectories = [t for group in groups for t in group.trajectories]
   lengths = np.array([len(t.completion) for t in trajectories])

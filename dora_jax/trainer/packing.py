@@ -28,7 +28,7 @@ class _Sequence:
   completion: Int[np.ndarray, "T"]
   behavior_logprobs: Float[np.ndarray, "T"]
   advantage: float
-  lag: int
+  lags: Int[np.ndarray, "T"]
 
   def __len__(self) -> int:
     return len(self.prompt) + len(self.completion)
@@ -49,7 +49,8 @@ def pack_groups(
 
   Args:
     groups: scored groups, each with at least two members.
-    version: the policy version being trained, from which lags are counted.
+    version: the policy version being trained, from which the lag of each token
+      is counted.
     row_length: tokens in a row.
     rows_per_batch: rows in a micro-batch; the last one is filled with padding.
     eps: see advantages.group_advantages.
@@ -73,7 +74,7 @@ def pack_groups(
           completion=trajectory.completion,
           behavior_logprobs=trajectory.behavior_logprobs,
           advantage=float(advantage),
-          lag=version - trajectory.version,
+          lags=version - trajectory.token_versions,
         )
       )
   names = [_name(t) for group in groups for t in group.trajectories]
@@ -94,12 +95,30 @@ def pack_examples(
       completion=completion,
       behavior_logprobs=np.zeros(len(completion), np.float32),
       advantage=1.0,
-      lag=0,
+      lags=np.zeros(len(completion), np.int32),
     )
     for prompt, completion in pairs
   ]
   names = [f"Pair {index}" for index in range(len(pairs))]
   return _pack(sequences, names, row_length, rows_per_batch)
+
+
+def check_unmixed(groups: Sequence[types.Group]) -> None:
+  """Refuses trajectories with tokens of several versions.
+
+  Raises:
+    ValueError: a token was sampled by another version than the trajectory's.
+  """
+  for group in groups:
+    for trajectory in group.trajectories:
+      is_other = trajectory.token_versions != trajectory.version
+      if is_other.any():
+        found = sorted({*trajectory.token_versions.tolist()})
+        raise ValueError(
+          f"{_name(trajectory)}: its version is {trajectory.version}, but "
+          f"versions {found} sampled its tokens; ppo_clip needs one version: "
+          'config.trainer.loss = "decoupled_ppo" takes several.'
+        )
 
 
 def _name(trajectory: types.Trajectory) -> str:
@@ -145,6 +164,17 @@ def _check_trajectory(trajectory: types.Trajectory, version: int) -> None:
     raise ValueError(
       f"{name}: sampled by version {trajectory.version}, but version {version} "
       "is being trained: a trajectory cannot come from the future."
+    )
+  is_outside = (trajectory.token_versions < trajectory.version) | (
+    trajectory.token_versions > version
+  )
+  if is_outside.any():
+    index = int(is_outside.argmax())
+    raise ValueError(
+      f"{name}: token {index} sampled by version "
+      f"{trajectory.token_versions[index]}; it must be from "
+      f"{trajectory.version}, the trajectory's oldest, to {version}, which is "
+      "being trained."
     )
 
 
@@ -225,6 +255,6 @@ def _fill(
       batch.loss_mask[row, sampled:end] = 1.0
       batch.advantages[row, sampled:end] = sequence.advantage
       batch.behavior_logprobs[row, sampled:end] = sequence.behavior_logprobs
-      batch.lags[row, sampled:end] = sequence.lag
+      batch.lags[row, sampled:end] = sequence.lags
       start = end
   return batch

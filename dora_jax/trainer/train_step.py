@@ -48,8 +48,10 @@ class Trainer:
     supervised_lr: float,
     row_length: int,
     rows_per_batch: int,
+    loss: gradients.PolicyLoss,
     clip_low: float,
     clip_high: float,
+    weight_cap: float,
     temperature: float,
     compute_dtype: jax.typing.DTypeLike,
     logprob_chunk: int,
@@ -67,8 +69,11 @@ class Trainer:
         takes the other settings from `optimizer`.
       row_length: tokens in a packed row.
       rows_per_batch: rows in a micro-batch.
+      loss: "ppo_clip", for trajectories of one version each, or
+        "decoupled_ppo", which takes several versions in a trajectory.
       clip_low: see losses.ppo_clip.
       clip_high: see losses.ppo_clip.
+      weight_cap: see losses.decoupled_ppo; "ppo_clip" does not read it.
       temperature: at which the generators sample.
       compute_dtype: of the forward and backward pass; params stay float32.
       logprob_chunk: see logprobs.token_logprobs.
@@ -85,8 +90,10 @@ class Trainer:
     self._rows_per_batch = rows_per_batch
     self._settings = gradients.LossSettings(
       config=config,
+      loss=loss,
       clip_low=clip_low,
       clip_high=clip_high,
+      weight_cap=weight_cap,
       temperature=temperature,
       compute_dtype=compute_dtype,
       logprob_chunk=logprob_chunk,
@@ -126,7 +133,12 @@ class Trainer:
     self.version = version
 
   def train(self, groups: Sequence[types.Group]) -> Mapping[str, float]:
-    """Makes one training step, advances `version` by one, returns metrics."""
+    """Makes one training step, advances `version` by one, returns metrics.
+
+    Raises:
+      ValueError: see packing.pack_groups, and, where the loss is "ppo_clip",
+        packing.check_unmixed.
+    """
     batches = packing.pack_groups(
       groups,
       version=self.version,
@@ -134,6 +146,8 @@ class Trainer:
       rows_per_batch=self._rows_per_batch,
       eps=advantages.EPS,
     )
+    if self._settings.loss == "ppo_clip":
+      packing.check_unmixed(groups)
     if self._phase != "policy":
       self._enter("policy", self._state.params)
     metrics, stats = self._step(batches)

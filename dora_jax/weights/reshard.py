@@ -24,14 +24,14 @@ class LeafMove:
     name: path of the array in the params.
     shape: its shape, which stays.
     dtype: its dtype, which stays; casts happen on the source side before.
-    source: the sharding that it has.
+    source: the sharding that it has; None in host memory.
     target: the sharding that it gets.
   """
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
-  source: jax.sharding.Sharding
+  source: jax.sharding.Sharding | None
   target: jax.sharding.Sharding
 
   @property
@@ -76,7 +76,7 @@ def plan(params: Any, target_shardings: Any) -> list[LeafMove]:
         name=name,
         shape=leaf.shape,
         dtype=np.dtype(leaf.dtype),
-        source=leaf.sharding,
+        source=leaf.sharding if isinstance(leaf, jax.Array) else None,
         target=targets[name],
       )
     )
@@ -84,7 +84,19 @@ def plan(params: Any, target_shardings: Any) -> list[LeafMove]:
 
 
 def reshard(params: Any, target_shardings: Any) -> Any:
-  """Copies params to their target shardings, device to device, in buckets."""
+  """Copies params to their target shardings, in buckets.
+
+  It reads the params and leaves them as they are. Between meshes without a
+  device in common no program spans devices, so any thread may call it that
+  drives the target's mesh, whatever runs on the source's.
+
+  Args:
+    params: arrays on devices, or in host memory as `to_host` makes them.
+    target_shardings: one for each array.
+
+  Raises:
+    ValueError: as `plan`.
+  """
   moves = plan(params, target_shardings)
   leaves, structure = jax.tree.flatten(params)
   moved: list[Any] = []
@@ -104,6 +116,17 @@ def reshard(params: Any, target_shardings: Any) -> Any:
     moved += bucket
     start = end
   return jax.tree.unflatten(structure, moved)
+
+
+def to_host(leaf: jax.Array) -> np.ndarray:
+  """Copies one whole array to host memory of its own, to be read only."""
+  copy = np.asarray(leaf)
+  # A CPU's arrays are looked into, not copied: such a view would keep alive
+  # the buffer that is to be freed.
+  if any(device.platform == "cpu" for device in leaf.devices()):
+    copy = copy.copy()
+  copy.flags.writeable = False
+  return copy
 
 
 @jax.jit(static_argnames="dtype")

@@ -2,9 +2,11 @@
 
 A version lives while anybody holds it; it is freed when the last holder lets
 go, and never before. A holder reserves first and is served later, so that the
-version cannot go in between.
+version cannot go in between. It is served from the nearest copy; a mesh keeps
+one while a holder wants it there, and the last of all goes to host memory.
 """
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dora_jax.weights import reshard
+from dora_jax.weights import origins, reshard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +36,40 @@ class Publication:
 
 @dataclasses.dataclass(kw_only=True)
 class _Version:
+  """A version that lives; it always has a copy somewhere.
+
+  Attributes:
+    publication: what was published.
+    source: the trainer's copy; None once a newer version is there, every
+      holder has been served and another copy exists.
+    holders: holder -> the mesh on which it wants its copy; None wants none.
+    copies: mesh -> the copy on it.
+    host: the copy in host memory, made when it was to be the only one.
+  """
+
   publication: Publication
-  # The trainer's copy; dropped when a newer version is there and every holder
-  # has been served.
   source: Any
-  # holder -> the mesh on which it wants its copy; None wants none.
   holders: dict[str, int | None]
-  copies: dict[int, Any]
+  copies: dict[int, Any] = dataclasses.field(default_factory=dict)
+  host: Any = None
+
+  def wanted(self) -> set[int]:
+    """Meshes on which somebody wants the version."""
+    return {mesh for mesh in self.holders.values() if mesh is not None}
+
+  def has_other_than(self, copy: Any) -> bool:
+    """Whether the version would still be somewhere without this copy."""
+    everywhere = (self.source, self.host, *self.copies.values())
+    return any(c is not None and c is not copy for c in everywhere)
+
+  def must_spill(self, mesh_id: int) -> bool:
+    """Whether holders' only copy is on a mesh where none of them wants it."""
+    return (
+      bool(self.holders)
+      and mesh_id in self.copies
+      and mesh_id not in self.wanted()
+      and not self.has_other_than(self.copies[mesh_id])
+    )
 
 
 class WeightStore:
@@ -62,6 +91,7 @@ class WeightStore:
     self._versions: dict[int, _Version] = {}
     self._newest: int | None = None
     self._newest_checksums: dict[str, int] = {}
+    self._copied_from: collections.Counter[str] = collections.Counter()
 
   def publish(self, version: int, params: Any, *, holder: str) -> Publication:
     """Makes a version available; the caller's params stay his own.
@@ -91,11 +121,10 @@ class WeightStore:
         publication=publication,
         source=source,
         holders={holder: None},
-        copies={},
       )
       self._newest, self._newest_checksums = version, checksums
       for older in self._versions.values():
-        self._drop_source_if_served(older)
+        self._drop_unwanted(older)
     return publication
 
   def reserve(self, version: int, *, holder: str, mesh_id: int) -> None:
@@ -109,6 +138,10 @@ class WeightStore:
   def place(self, version: int, *, holder: str) -> Any:
     """The version's params on the holder's mesh, checked by their checksums.
 
+    Taken from the copy that `origins.nearest` picks, which may be let go of
+    meanwhile: it is only read, nobody donates published params, and it stays
+    in memory until it has been read.
+
     Only the thread that drives a mesh may place on it: two programs that span
     its devices must not be enqueued in different orders.
 
@@ -121,22 +154,25 @@ class WeightStore:
       mesh_id = entry.holders.get(holder)
       if mesh_id is None:
         raise ValueError(f"{holder} has not reserved version {version}.")
-      params = entry.copies.get(mesh_id)
-      origin = entry.source
-      if origin is None:
-        origin = next(iter(entry.copies.values()))
-    if params is None:
-      params = reshard.reshard(origin, self._shardings[mesh_id])
-      reshard.check_equal(
-        entry.publication.checksums, reshard.checksums(params)
-      )
+      if mesh_id in entry.copies:
+        return entry.copies[mesh_id]
+      candidates = self._origins(entry)
+    shardings = self._shardings[mesh_id]
+    origin = origins.nearest(candidates, _devices(shardings))
+    params = reshard.reshard(origin.params, shardings)
+    reshard.check_equal(entry.publication.checksums, reshard.checksums(params))
     with self._lock:
       entry.copies[mesh_id] = params
-      self._drop_source_if_served(entry)
+      self._copied_from[origin.kind] += 1
+      self._drop_unwanted(entry)
     return params
 
   def release(self, version: int, *, holder: str) -> None:
-    """Lets go of a version; frees what nobody holds any more."""
+    """Lets go of a version; frees what nobody holds any more.
+
+    Where others hold the version and its last copy was this holder's, the call
+    lasts until that copy is in host memory.
+    """
     with self._lock:
       entry = self._entry(version)
       if holder not in entry.holders:
@@ -144,23 +180,35 @@ class WeightStore:
           f"{holder} lets go of version {version}, which it does not hold."
         )
       mesh_id = entry.holders.pop(holder)
-      # The last copy of a version that somebody holds has to stay somewhere.
-      is_last = entry.source is None and len(entry.copies) == 1
-      if (
-        mesh_id is not None
-        and mesh_id not in entry.holders.values()
-        and not is_last
-      ):
-        entry.copies.pop(mesh_id, None)
       if not entry.holders:
         del self._versions[version]
-      else:
-        self._drop_source_if_served(entry)
+        return
+      self._drop_unwanted(entry)
+      if mesh_id is None or not entry.must_spill(mesh_id):
+        return
+      last = entry.copies[mesh_id]
+    self._spill(entry, mesh_id, last)
 
   def versions(self) -> list[int]:
     """The versions that live, oldest first."""
     with self._lock:
       return sorted(self._versions)
+
+  @property
+  def host_bytes(self) -> int:
+    """Bytes of host memory that versions hold."""
+    with self._lock:
+      return sum(
+        entry.publication.num_bytes
+        for entry in self._versions.values()
+        if entry.host is not None
+      )
+
+  @property
+  def copied_from(self) -> collections.Counter[str]:
+    """Copies placed so far, by the kind of copy that each was taken from."""
+    with self._lock:
+      return self._copied_from.copy()
 
   def _entry(self, version: int) -> _Version:
     if version not in self._versions:
@@ -170,12 +218,56 @@ class WeightStore:
       )
     return self._versions[version]
 
-  def _drop_source_if_served(self, entry: _Version) -> None:
-    """Frees the trainer's copy once only generators can want the version."""
-    wanted = {mesh for mesh in entry.holders.values() if mesh is not None}
+  def _drop_unwanted(self, entry: _Version) -> None:
+    """Frees device copies that no holder wants, except a version's last."""
+    wanted = entry.wanted()
+    for mesh_id in entry.copies.keys() - wanted:
+      if entry.has_other_than(entry.copies[mesh_id]):
+        del entry.copies[mesh_id]
     if (
       entry.publication.version != self._newest
-      and entry.copies
       and wanted <= entry.copies.keys()
+      and entry.has_other_than(entry.source)
     ):
       entry.source = None
+
+  def _spill(self, entry: _Version, mesh_id: int, last: Any) -> None:
+    """Copies a version's last copy to the host, and only then frees it.
+
+    Gives up as soon as there is no need: another copy has been placed, somebody
+    wants this one after all, or nobody holds the version any more.
+    """
+    leaves, structure = jax.tree.flatten(last)
+    host = []
+    for leaf in leaves:
+      with self._lock:
+        if not entry.must_spill(mesh_id):
+          return
+      host.append(reshard.to_host(leaf))
+    with self._lock:
+      if entry.must_spill(mesh_id):
+        entry.host = jax.tree.unflatten(structure, host)
+        self._drop_unwanted(entry)
+
+  def _origins(self, entry: _Version) -> list[origins.Origin]:
+    found = [
+      origins.Origin(
+        kind="peer", devices=_devices(self._shardings[mesh_id]), params=copy
+      )
+      for mesh_id, copy in entry.copies.items()
+    ]
+    if entry.source is not None:
+      devices = _devices([x.sharding for x in jax.tree.leaves(entry.source)])
+      found.append(
+        origins.Origin(kind="trainer", devices=devices, params=entry.source)
+      )
+    if entry.host is not None:
+      found.append(
+        origins.Origin(kind="host", devices=frozenset(), params=entry.host)
+      )
+    return found
+
+
+def _devices(shardings: Any) -> frozenset[origins.Device]:
+  sets = [sharding.device_set for sharding in jax.tree.leaves(shardings)]
+  return frozenset().union(*sets)

@@ -23,12 +23,10 @@ from dora_jax.coordinator import window
   ],
 )
 def test_r1_by_hand(step, k, num_left, allowed):
-  assert (
-    window.is_step_allowed(
-      step, max_staleness=k, prompts_per_batch=4, num_left=num_left
-    )
-    is allowed
+  blocking = window.blocking_version(
+    step, max_staleness=k, prompts_per_batch=4, num_left=num_left
   )
+  assert (blocking is None) is allowed
 
 
 @pytest.mark.parametrize(

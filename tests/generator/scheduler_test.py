@@ -21,6 +21,7 @@ def _request(group_id, member, length, max_new_tokens):
 def _plan(waiting, *, free_slots, num_free_pages, live_prompts=()):
   return scheduler.plan_admissions(
     waiting,
+    version=4,
     free_slots=free_slots,
     num_free_pages=num_free_pages,
     page_size=4,
@@ -68,9 +69,6 @@ def test_a_short_request_does_not_overtake_a_long_one():
 
 def test_a_prompt_is_known_by_version_and_tokens():
   request = _request(1, 0, 4, 2)
-  other = types.Request(
-    group_id=9, member=0, version=5, prompt=request.prompt, max_new_tokens=2
-  )
   wide = types.Request(
     group_id=1,
     member=1,
@@ -78,8 +76,10 @@ def test_a_prompt_is_known_by_version_and_tokens():
     prompt=request.prompt.astype(np.int64),
     max_new_tokens=2,
   )
-  assert scheduler.prompt_key(request) != scheduler.prompt_key(other)
-  assert scheduler.prompt_key(request) == scheduler.prompt_key(wide)
+  key = scheduler.prompt_key(request, 4)
+  assert key == scheduler.prompt_key(wide, 4)
+  assert key != scheduler.prompt_key(request, 5)
+  assert key != scheduler.prompt_key(_request(2, 0, 4, 2), 4)
 
 
 @given(

@@ -31,8 +31,8 @@ CONFIG = transformer.ModelConfig(
 )
 
 
-def make_mesh(tensor: int = 1) -> jax.sharding.Mesh:
-  devices = np.array(jax.devices()[:tensor])
+def make_mesh(tensor: int = 1, first: int = 0) -> jax.sharding.Mesh:
+  devices = np.array(jax.devices()[first : first + tensor])
   return jax.sharding.Mesh(devices, ("tensor",))
 
 
@@ -43,19 +43,19 @@ def _init_params(key):
 
 
 @functools.cache
-def make_params(version: int, tensor: int = 1):
+def make_params(version: int, tensor: int = 1, first: int = 0):
   """Params of a version, on the generator mesh; logits of deviation ~2."""
   params = _init_params(jax.random.key(100 + version))
   where = axes.shardings(
-    transformer.logical_axes(CONFIG), make_mesh(tensor), axes.DECODE
+    transformer.logical_axes(CONFIG), make_mesh(tensor, first), axes.DECODE
   )
   return jax.device_put(params, where)
 
 
 def make_worker(**changes) -> worker.MeshWorker:
-  tensor = changes.pop("tensor", 1)
+  tensor, first = changes.pop("tensor", 1), changes.pop("first", 0)
   settings = {
-    "mesh": make_mesh(tensor),
+    "mesh": make_mesh(tensor, first),
     "config": CONFIG,
     "lanes": [(0, 4)],
     "page_size": 4,
@@ -69,9 +69,17 @@ def make_worker(**changes) -> worker.MeshWorker:
 
 
 def make_lane(version: int = 0, **changes) -> lane.Lane:
-  a_lane = make_worker(**changes).lanes[0]
-  a_lane.load(version, make_params(version, changes.get("tensor", 1)))
+  (a_lane, *_) = make_lanes(version, **changes)
   return a_lane
+
+
+def make_lanes(version: int = 0, **changes) -> list[lane.Lane]:
+  """The lanes of one worker, all of which serve one version."""
+  lanes = make_worker(**changes).lanes
+  where = changes.get("tensor", 1), changes.get("first", 0)
+  for a_lane in lanes:
+    a_lane.load(version, make_params(version, *where))
+  return lanes
 
 
 def make_prompt(group_id: int, length: int) -> np.ndarray:
@@ -108,6 +116,7 @@ def by_request(trajectories) -> dict:
       t.finish_reason,
       t.completion.tolist(),
       t.behavior_logprobs.tolist(),
+      t.token_versions.tolist(),
     )
     for t in trajectories
   }
@@ -177,6 +186,6 @@ def assert_close(fast, slow) -> None:
   """Same requests, same tokens, log-probabilities within 1e-5."""
   fast, slow = by_request(fast), by_request(slow)
   assert fast.keys() == slow.keys()
-  for name, (reason, tokens, logprobs) in fast.items():
-    assert (reason, tokens) == slow[name][:2], name
+  for name, (reason, tokens, logprobs, versions) in fast.items():
+    assert (reason, tokens, versions) == (*slow[name][:2], slow[name][3]), name
     np.testing.assert_allclose(logprobs, slow[name][2], atol=1e-5, rtol=0)

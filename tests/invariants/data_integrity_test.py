@@ -6,6 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from dora_jax.coordinator import events as ev
+from tests.coordinator import driving
 from tests.coordinator import world as world_lib
 from tests.runtime import tiny
 
@@ -45,6 +46,25 @@ def test_whole_groups_in_the_order_of_their_versions(rng, k, group_size, slots):
   for batch in world.batches:
     keys = [(world.versions[g], g) for g in batch]
     assert keys == sorted(keys)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+  rng=st.randoms(use_true_random=False),
+  pace=st.sampled_from(driving.PACES),
+)
+def test_no_loss_failed_move_or_pause_costs_a_trajectory(rng, pace):
+  world = driving.roomy(rng, num_steps=4, move_fails=lambda: rng.random() < 0.3)
+  driving.drive(world, rng, pace, fault_rate=0.1)
+  trained = sorted(g for batch in world.batches for g in batch)
+  assert trained == list(range(4 * world.prompts_per_batch))
+  # Of each, every member was generated to its end, and counted once.
+  ledger = world.coordinator.ledger
+  assert ledger.num_generated == len(trained) * world.group_size
+  assert ledger.tokens.trained == ledger.tokens.generated
+  assert ledger.tokens.trained == sum(
+    world_lib.length(g, m) for g in trained for m in range(world.group_size)
+  )
 
 
 def test_a_reward_that_raises_is_counted_and_refilled_by_exactly_one(tmp_path):

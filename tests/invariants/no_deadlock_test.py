@@ -2,72 +2,97 @@
 
 The world of `tests/coordinator/world.py` asserts at each command: one version a
 group (C1), every member of a trained group generated and nothing trained twice
-(C2), lag within 0 … K (C3), no version freed that a generator serves; and it
-fails where nothing is under way before the end.
+(C2), lag within 0 … K (C3), rule R2, no version freed that a generator serves,
+and that tokens add up; and it fails where nothing is under way before the end.
 """
 
+import collections
 import itertools
+import json
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator.schedules import registry
+from tests.coordinator import driving
 from tests.coordinator import world as world_lib
+
+_STRATEGIES = ("repartition", "moves", "filling", "on_step")
 
 
 @st.composite
-def worlds(draw, schedules=("sync", "dora")):
-  schedule = draw(st.sampled_from(schedules))
+def worlds(draw):
+  schedule = draw(st.sampled_from((*registry.NAMES, "dora", "dora")))
   failing = draw(
     st.sets(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=5)
   )
+  move_fails = draw(st.sampled_from([None, None, 2, 3]))
+  attempts = itertools.count()
   arguments = {
     "schedule": schedule,
-    "max_staleness": 0 if schedule == "sync" else draw(st.integers(0, 3)),
-    "prompts_per_batch": draw(st.integers(1, 4)),
-    "group_size": draw(st.integers(1, 4)),
+    "max_staleness": draw(st.integers(0, 4)),
+    "prompts_per_batch": draw(st.integers(1, 8)),
+    "group_size": draw(st.integers(1, 3)),
     "num_steps": draw(st.integers(1, 8)),
-    "slots": draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)),
-    "rollout_groups": draw(st.one_of(st.none(), st.integers(1, 12))),
-    "num_groups": draw(st.one_of(st.none(), st.integers(1, 20))),
+    "slots": draw(st.lists(st.integers(1, 5), min_size=1, max_size=8)),
+    "lanes_per_mesh": draw(st.integers(1, 3)),
+    "rollout_groups": draw(st.one_of(st.none(), st.integers(1, 24))),
+    "evict": draw(st.booleans()),
+    "settings": {
+      "kv_pressure": draw(st.sampled_from([0.5, 2.0])),
+      **{name: draw(st.integers(0, 5)) > 0 for name in _STRATEGIES},
+    },
+    "num_groups": draw(st.one_of(st.none(), st.integers(1, 40))),
     "fails": lambda group_id, member: (group_id, member) in failing,
+    "move_fails": lambda: (
+      move_fails is not None and next(attempts) % move_fails == 0
+    ),
   }
   # A world is built in the test: beartype draws from `random` on the way, which
   # no strategy may do.
   return arguments
 
 
-@hypothesis.settings(max_examples=120, deadline=None)
-@hypothesis.given(
-  worlds(), st.randoms(use_true_random=False), st.integers(0, 3)
-)
-def test_every_run_ends_and_accounts_for_every_group(arguments, rng, bias):
-  world = world_lib.World(**arguments)
-
-  # bias 0 is uniform; the others finish the newest or the oldest work first,
-  # or nearly always the oldest, which lets stragglers pile up.
-  def choices():
-    while True:
-      last = len(world.pending) - 1
-      uniform = rng.randint(0, last)
-      yield (
-        uniform,
-        last,
-        0,
-        last if rng.random() < 0.9 else uniform,
-      )[bias]
-
-  world.run(choices())
-  ledger = world.coordinator.ledger
+def check_the_end(world: world_lib.World) -> None:
+  """Asserts that everything that started has ended, once, for a reason."""
+  made = world.coordinator
+  ledger = made.ledger
   trained = list(itertools.chain(*world.batches))
   assert len(trained) == len(set(trained)) == ledger.num_trained
-  assert {g for ids in ledger.dropped.values() for g in ids} == set(
-    world.dropped
-  )
-  # Nothing is left over: what started was trained or dropped with a reason.
+  assert ledger.dropped == collections.Counter(world.dropped.values())
   assert set(trained) | set(world.dropped) == set(range(ledger.next_group_id))
-  assert set(world.dropped.values()) <= {"reward"}
-  assert world.coordinator.versions_alive_max <= world.max_staleness + 1
+  assert not set(trained) & set(world.dropped)
+  reasons = {"reward"}
+  if made.schedule.drops_groups:
+    reasons.add("oversampled")
+  assert set(world.dropped.values()) <= reasons
+  assert made.versions_alive_max <= world.max_staleness + 1
+  tokens = ledger.tokens
+  assert tokens.open == tokens.ready == tokens.in_batch == 0
+  # Nothing is left behind by what came and went.
+  assert not (ledger.open or ledger._closed or ledger.num_untrained)
+  assert not (made._placement.in_transit or made._regenerating)
+  if not made.schedule.drops_groups:
+    assert not (made._placement.waiting or world.running)
+    assert not any(view.residents for view in made.fleet)
+  json.dumps(made.snapshot())
+
+
+@hypothesis.settings(max_examples=80, deadline=None)
+@hypothesis.given(
+  worlds(),
+  st.randoms(use_true_random=False),
+  st.sampled_from(driving.PACES),
+  st.sampled_from([0.0, 0.1]),
+)
+def test_every_run_ends_and_accounts_for_every_group(
+  arguments, rng, pace, fault_rate
+):
+  world = world_lib.World(**arguments)
+  driving.drive(world, rng, pace, fault_rate=fault_rate)
+  check_the_end(world)
   if world.stop == "finished":
     assert len(world.batches) == world.coordinator.newest_version
   else:
@@ -76,6 +101,67 @@ def test_every_run_ends_and_accounts_for_every_group(arguments, rng, bias):
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+  st.randoms(use_true_random=False),
+  st.sampled_from(["tail", "any", "fast_trainer"]),
+  st.sampled_from([1, 2]),
+  st.booleans(),
+)
+def test_runs_with_many_moves_end_too(rng, pace, lanes_per_mesh, evict):
+  world = driving.roomy(
+    rng,
+    lanes_per_mesh=lanes_per_mesh,
+    evict=evict,
+    num_steps=4,
+    move_fails=lambda: rng.random() < 0.3,
+  )
+  driving.drive(world, rng, pace, fault_rate=0.05)
+  assert world.stop == "finished"
+  check_the_end(world)
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+@pytest.mark.parametrize("num_groups", [1, 3, 4, 5, 8, 9])
+def test_rewards_that_all_fail_end_the_run_with_the_data(schedule, num_groups):
+  world = world_lib.World(
+    schedule=schedule,
+    max_staleness=2,
+    prompts_per_batch=4,
+    group_size=2,
+    num_steps=8,
+    slots=[2, 3],
+    num_groups=num_groups,
+    fails=lambda group_id, member: True,
+  )
+  world.run(itertools.repeat(0))
+  assert world.stop == "data_exhausted" and not world.batches
+  assert world.dropped == dict.fromkeys(range(num_groups), "reward")
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+@pytest.mark.parametrize("num_groups", [1, 3, 4, 5, 8, 9])
+def test_data_of_any_size_is_trained_to_its_end(schedule, num_groups):
+  world = world_lib.World(
+    schedule=schedule,
+    max_staleness=2,
+    prompts_per_batch=4,
+    group_size=2,
+    num_steps=8,
+    slots=[2, 3],
+    num_groups=num_groups,
+  )
+  world.run(itertools.repeat(0))
+  assert world.stop == "data_exhausted"
+  num_trained = sum(len(batch) for batch in world.batches)
+  assert num_trained + len(world.dropped) == num_groups
+  if schedule != "replication":
+    assert not world.dropped
+    assert [len(b) for b in world.batches] == [4] * (num_groups // 4) + (
+      [num_groups % 4] if num_groups % 4 else []
+    )
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
   worlds(), st.randoms(use_true_random=False), st.integers(0, 60)
 )

@@ -65,6 +65,80 @@ def test_ratio_is_clamped_before_the_exponential():
   assert _loss_and_gradient(-1.0, -201.0, 0.0) == (0.0, 0.0)
 
 
+def _decoupled(logprob, proximal, behavior, advantage):
+  """Loss, its gradient by the log-probability, and the token's stats."""
+  cells = [
+    jnp.array([[x]], jnp.float32)
+    for x in (logprob, proximal, behavior, advantage)
+  ]
+
+  def loss(*cells):
+    loss_BT, stats = losses.decoupled_ppo(
+      *cells, clip_low=0.2, clip_high=0.3, weight_cap=3.0
+    )
+    return loss_BT[0, 0], stats
+
+  (value, stats), gradients = jax.value_and_grad(
+    loss, argnums=(0, 1, 2, 3), has_aux=True
+  )(*cells)
+  # All but the policy being trained is a constant, the weight too.
+  assert not any(gradients[1:])
+  return float(value), float(gradients[0][0, 0]), stats
+
+
+@pytest.mark.parametrize(
+  "log_ratio, log_weight, advantage, loss, gradient",
+  [
+    # At the proximal policy r = 1: loss -wA, and d(-wrA) = -wrA.
+    (0.0, 0.0, 3.0, -3.0, -3.0),
+    (0.0, LN2, 3.0, -6.0, -6.0),
+    (0.0, -LN2, -3.0, 1.5, 1.5),
+    # w = 4 is cut to 3.
+    (0.0, 2 * LN2, 3.0, -9.0, -9.0),
+    # r = 2 > 1.3 and r = 1/2 < 0.8, as in ppo_clip, times w = 2. Against the
+    # behavior policy the second token's ratio is 1: the clip does not see it.
+    (LN2, LN2, 1.0, -2.6, 0.0),
+    (-LN2, LN2, -1.0, 1.6, 0.0),
+    (LN2, LN2, -1.0, 4.0, 4.0),
+    (-LN2, LN2, 1.0, -1.0, -1.0),
+  ],
+)
+def test_decoupled_ppo_by_hand(
+  log_ratio, log_weight, advantage, loss, gradient
+):
+  found = _decoupled(-3.0 + log_ratio, -3.0, -3.0 - log_weight, advantage)
+  np.testing.assert_allclose(found[:2], (loss, gradient), rtol=1e-6, atol=1e-7)
+  stats = found[2]
+  # The ratio that is reported is that to the behavior policy, weight and all.
+  np.testing.assert_allclose(
+    stats.log_ratios_BT, [[log_ratio + log_weight]], atol=1e-6
+  )
+  assert stats.is_capped_BT == (log_weight > np.log(3.0))
+  assert stats.is_clipped_high_BT == (log_ratio > 0 and advantage > 0)
+  assert stats.is_clipped_low_BT == (log_ratio < 0 and advantage < 0)
+
+
+def test_decoupled_ppo_around_the_behavior_policy_is_ppo_clip():
+  rng = np.random.default_rng(0)
+  logprobs_BT, behavior_BT = jnp.asarray(
+    -rng.uniform(0.5, 3.0, (2, 3, 5)), jnp.float32
+  )
+  advantages_BT = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
+  clip = {"clip_low": 0.2, "clip_high": 0.3}
+  found = losses.decoupled_ppo(
+    logprobs_BT, behavior_BT, behavior_BT, advantages_BT, weight_cap=1.0, **clip
+  )
+  expected = losses.ppo_clip(logprobs_BT, behavior_BT, advantages_BT, **clip)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_weight_is_clamped_before_the_exponential():
+  # Unclamped, exp(200) would be inf, and inf * 0 NaN.
+  assert _decoupled(-1.0, -1.0, -201.0, 0.0)[:2] == (0.0, 0.0)
+  loss, gradient, _ = _decoupled(-1.0, -1.0, -201.0, -1.0)
+  assert (loss, gradient) == (3.0, 3.0)
+
+
 def test_gradient_equals_the_numeric_one():
   rng = np.random.default_rng(0)
   logprobs_BT, behavior_BT = -rng.uniform(0.5, 3.0, (2, 3, 5))

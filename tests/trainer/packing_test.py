@@ -65,6 +65,22 @@ def test_two_members_in_one_row():
     np.testing.assert_array_equal(getattr(batch, name)[0], values, name)
 
 
+def test_each_token_has_the_lag_of_its_own_version():
+  group = _broken(version=1, token_versions=np.array([1, 3]))
+  (batch,) = _pack([group], version=4)
+  np.testing.assert_array_equal(batch.lags[0, :8], [0, 0, 3, 1, 0, 0, 2, 0])
+
+
+def test_mixed_trajectory_is_named_where_one_version_is_needed():
+  packing.check_unmixed([_two_members()])
+  with pytest.raises(
+    ValueError,
+    match=r"Group 5, member 1: its version is 1, but versions \[1, 3\] .*"
+    r'config\.trainer\.loss = "decoupled_ppo"',
+  ):
+    packing.check_unmixed([_broken(version=1, token_versions=np.array([3, 1]))])
+
+
 def test_examples_are_packed_with_their_completions_masked():
   pairs = [(np.array([1, 2]), np.array([3])), (np.array([4]), np.array([5, 6]))]
   batches = packing.pack_examples(pairs, row_length=4, rows_per_batch=2)
@@ -105,6 +121,8 @@ def _broken(**changes) -> types.Group:
     ({"behavior_logprobs": np.array([-np.inf, -1.0])}, "-inf at index 0"),
     ({"behavior_logprobs": np.array([-1.0, 1e-3])}, "0.001 at index 1"),
     ({"version": 4}, "sampled by version 4, but version 3"),
+    ({"token_versions": np.array([3, 4])}, "token 1 sampled by version 4"),
+    ({"token_versions": np.array([2, 3])}, "token 0 sampled by version 2"),
   ],
 )
 def test_malformed_trajectories_are_refused(changes, message):

@@ -65,8 +65,10 @@ def test_gradient_equals_that_of_sequences_one_by_one():
   groups, params = tiny.make_groups(), tiny.make_params()
   settings = gradients.LossSettings(
     config=tiny.CONFIG,
+    loss="ppo_clip",
     clip_low=0.2,
     clip_high=0.28,
+    weight_cap=2.0,
     temperature=0.7,
     compute_dtype=jnp.float32,
     logprob_chunk=8,
@@ -168,6 +170,7 @@ def test_metrics_on_policy():
     "mismatch_kl_k3": 0.0,
     "clip_share_low": 0.0,
     "clip_share_high": 0.0,
+    "weight_capped_share": 0.0,
     "num_tokens": lengths.sum(),
     "reward_mean": rewards.mean(),
     "length_mean": lengths.mean(),
@@ -191,6 +194,53 @@ def test_metrics_on_policy():
   assert later["train/lag_count/0"] == 0.0
   assert "train/mismatch_kl_k3" not in later
   assert later["train/kl_behavior_k3"] > 1e-5
+
+
+def test_losses_agree_on_policy_and_the_decoupled_one_weights_the_rest():
+  clipped = tiny.make_trainer()
+  decoupled = tiny.make_trainer(loss="decoupled_ppo")
+  groups = _with_own_logprobs(clipped, tiny.make_groups())
+  on_policy = clipped.train(groups), decoupled.train(groups)
+  _assert_params(decoupled.params(), clipped.params(), atol=1e-6)
+  assert on_policy[0].keys() == on_policy[1].keys()
+  # A weight of 4 is cut to 2 at every token; the ratio reported is not.
+  far = [_shifted(group, -np.log(4.0)) for group in groups]
+  fresh = tiny.make_trainer(loss="decoupled_ppo")
+  metrics = fresh.train(far)
+  assert metrics["train/weight_capped_share"] == 1.0
+  assert metrics["train/clip_share_high"] == 0.0
+  np.testing.assert_allclose(metrics["train/ratio_p50"], 4.0, rtol=1e-5)
+  np.testing.assert_allclose(
+    metrics["train/grad_norm"],
+    2.0 * on_policy[1]["train/grad_norm"],
+    rtol=1e-4,
+  )
+
+
+def _shifted(group, nats) -> types.Group:
+  return dataclasses.replace(
+    group,
+    trajectories=tuple(
+      dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs + nats)
+      for t in group.trajectories
+    ),
+  )
+
+
+def test_tokens_of_several_versions_need_the_decoupled_loss():
+  groups = tiny.make_groups()
+  mixed = groups[1].trajectories[2]
+  mixed.token_versions[-1] = 1
+  trainers = [
+    tiny.make_trainer(loss=loss, version=1)
+    for loss in ("ppo_clip", "decoupled_ppo")
+  ]
+  with pytest.raises(ValueError, match="Group 1, member 2: its version is 0"):
+    trainers[0].train(groups)
+  metrics = trainers[1].train(groups)
+  # A trajectory counts by its oldest version, a token by its own.
+  assert metrics["train/lag_count/1"] == 12.0
+  assert "train/mismatch_kl_k3" in metrics
 
 
 def _with_own_logprobs(trainer, groups) -> list[types.Group]:

@@ -1,28 +1,28 @@
 """What every schedule decides, and what it may look at."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 from dora_jax.coordinator import ledger as ledger_lib
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class View:
   """What a schedule sees when it decides; it changes nothing of it.
 
   Attributes:
     ledger: where every group is.
+    prompts_per_batch: P, groups that a step consumes.
     newest_version: the newest version that exists.
     is_training: whether a step is being made.
-    prompts_per_batch: P, groups that a step consumes.
     is_draining: no further group will ever start (end of the run or the data).
   """
 
   ledger: ledger_lib.Ledger
-  newest_version: int
-  is_training: bool
   prompts_per_batch: int
-  is_draining: bool
+  newest_version: int = 0
+  is_training: bool = False
+  is_draining: bool = False
 
   @property
   def next_step(self) -> int:
@@ -38,19 +38,40 @@ class View:
     return min(self.prompts_per_batch, left)
 
 
-@runtime_checkable
-class Schedule(Protocol):
-  """A strategy; it may keep state of its own between calls."""
+class Schedule:
+  """A strategy; it may keep state of its own between calls.
+
+  Attributes:
+    max_staleness: K, the largest lag with which it trains a group.
+    balances: whether generators are shared out among versions (Algorithm 1).
+    mixes_versions: whether live requests take each new version, so that a
+      trajectory may hold tokens of several (against C1).
+    drops_groups: whether it gives up groups that have started (against C2).
+  """
 
   max_staleness: int
+  balances: ClassVar[bool] = False
+  mixes_versions: ClassVar[bool] = False
+  drops_groups: ClassVar[bool] = False
 
   def room(self, view: View, version: int) -> int:
-    """How many groups may start now with this version."""
-    ...
+    """How many groups may start now with this version.
+
+    The newest version has the most room.
+    """
+    raise NotImplementedError
 
   def batch(self, view: View) -> list[int]:
     """The groups to train on now; empty where the step has to wait."""
-    ...
+    raise NotImplementedError
+
+  def to_drop(self, view: View) -> list[int]:
+    """Groups to give up, asked after each step has started."""
+    return []
+
+  def to_regenerate(self, view: View) -> list[int]:
+    """Open groups to start anew at the newest version, asked while held."""
+    return []
 
   def step_started(self, view: View, *, waited_s: float, step_s: float) -> None:
     """Hears of a step that starts, so that it can adapt.
@@ -60,4 +81,3 @@ class Schedule(Protocol):
       waited_s: how long the trainer stood idle before it.
       step_s: how long the step before it took; 0.0 for the first.
     """
-    ...

@@ -3,27 +3,30 @@
 Source: arXiv 2604.26256, sections 3 and 4; the rules are in `window`.
 """
 
-import collections
-
 from dora_jax.coordinator import window
 from dora_jax.coordinator.schedules import base
 
 # A trainer that stands idle for less than this share of its step is fed.
-_IDLE_SHARE = 0.05
+_IDLE_SHARE = 0.02
+# Steps without a wait after which work that was left over is given up.
+_NUM_STEPS = 4
 
 
-class Dora:
+class Dora(base.Schedule):
   """Starts work ahead of the trainer, and trains the oldest first.
 
   R2 is the cap. Below it the schedule aims for the least work under way that
   keeps the trainer fed, since more would only be older when it is trained: with
-  `rollout_groups` None ("auto" in a config) the aim grows by P/4 after a step
-  that the trainer had to wait for, and shrinks where groups were left over.
+  `rollout_groups` None ("auto" in a config) the aim grows after a step that the
+  trainer had to wait for, by what would have filled the wait, and shrinks where
+  in several steps groups were left over.
 
   Attributes:
     max_staleness: K.
     target: where it adapts, the groups to have running or ready.
   """
+
+  balances = True
 
   def __init__(
     self,
@@ -31,6 +34,7 @@ class Dora:
     max_staleness: int,
     prompts_per_batch: int,
     rollout_groups: int | None,
+    evict: bool = False,
   ):
     """Sets the aim.
 
@@ -39,14 +43,26 @@ class Dora:
       prompts_per_batch: P.
       rollout_groups: the paper's RBS in groups, that is how many may be
         unfinished at once; None adapts it.
+      evict: whether groups that hold the trainer back are generated anew by the
+        newest version, as in LongCat's report, instead of waited for. That
+        gives up C2: what they had sampled is thrown away, and counted.
     """
+    self._evict = evict
     self.max_staleness = max_staleness
     self.target = min(2, max_staleness + 1) * prompts_per_batch
+    self._left_over: list[int] = []
     self._prompts_per_batch = prompts_per_batch
     self._rollout_groups = rollout_groups
 
   def room(self, view: base.View, version: int) -> int:
     """What R2 leaves, up to the aim."""
+    running = len(view.ledger.open)
+    if self._rollout_groups is None:
+      wanted = self.target - running - len(view.ledger.ready)
+    else:
+      wanted = self._rollout_groups - running
+    if wanted <= 0:
+      return 0  # As at most events: spares the sums of R2.
     room = window.admission_room(
       version,
       newest_version=view.newest_version,
@@ -55,28 +71,43 @@ class Dora:
       prompts_per_batch=view.prompts_per_batch,
       num_untrained=view.ledger.num_untrained,
     )
-    running = len(view.ledger.open)
-    if self._rollout_groups is None:
-      wanted = self.target - running - len(view.ledger.ready)
-    else:
-      wanted = self._rollout_groups - running
     return min(room, wanted)
 
   def batch(self, view: base.View) -> list[int]:
     """The oldest P ready groups, once R1 allows the step."""
-    chosen = view.ledger.ready[: view.batch_size]
-    if len(chosen) < view.batch_size:
+    size = view.batch_size
+    if not size or len(view.ledger.ready) < size:
       return []
-    num_left = collections.Counter(view.ledger.num_untrained)
-    num_left.subtract(version for version, _ in chosen)
-    if not window.is_step_allowed(
+    if self._blocking_version(view, size) is not None:
+      return []
+    return [group_id for _, group_id in view.ledger.ready[:size]]
+
+  def to_regenerate(self, view: base.View) -> list[int]:
+    """The groups that hold the step back, where they are to be evicted."""
+    blocking = None
+    if self._evict:
+      blocking = self._blocking_version(view, view.batch_size)
+    if blocking is None:
+      return []
+    return [
+      group_id
+      for group_id, group in view.ledger.open.items()
+      if group.version <= blocking
+    ]
+
+  def _blocking_version(self, view: base.View, size: int) -> int | None:
+    """The first version for which R1 refuses a batch of the oldest groups."""
+    num_left = dict(view.ledger.num_untrained)
+    for version in sorted(view.ledger.num_ready):
+      taken = min(size, view.ledger.num_ready[version])
+      num_left[version] -= taken
+      size -= taken
+    return window.blocking_version(
       view.next_step,
       max_staleness=self.max_staleness,
       prompts_per_batch=view.prompts_per_batch,
       num_left=num_left,
-    ):
-      return []
-    return [group_id for _, group_id in chosen]
+    )
 
   def step_started(
     self, view: base.View, *, waited_s: float, step_s: float
@@ -84,11 +115,18 @@ class Dora:
     """Moves the aim towards the least that leaves the trainer no wait."""
     if not step_s:
       return
-    left_over = len(view.ledger.ready)
+    per_batch = self._prompts_per_batch
     if waited_s > _IDLE_SHARE * step_s:
-      cap = (self.max_staleness + 1) * self._prompts_per_batch
-      self.target = min(cap, self.target + max(1, self._prompts_per_batch // 4))
-    elif left_over:
-      self.target = max(
-        self._prompts_per_batch, self.target - left_over // 2 - 1
-      )
+      # Groups are consumed P a step: so many more would have been in time.
+      lacking = round(per_batch * min(1.0, waited_s / step_s))
+      cap = (self.max_staleness + 1) * per_batch
+      self.target = min(cap, self.target + max(1, lacking))
+      self._left_over.clear()
+      return
+    self._left_over.append(len(view.ledger.ready))
+    if len(self._left_over) == _NUM_STEPS:
+      # What was never needed in all of these steps, but for some reserve.
+      spare = min(self._left_over) - max(1, per_batch // 8)
+      if spare > 0:
+        self.target = max(per_batch, self.target - spare)
+      self._left_over.clear()

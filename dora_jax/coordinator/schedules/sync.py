@@ -3,7 +3,7 @@
 from dora_jax.coordinator.schedules import base
 
 
-class Sync:
+class Sync(base.Schedule):
   """Rollout and training take turns; every trajectory is on-policy."""
 
   max_staleness = 0
@@ -20,8 +20,3 @@ class Sync:
     if view.ledger.open or len(view.ledger.ready) < view.batch_size:
       return []
     return [group_id for _, group_id in view.ledger.ready]
-
-  def step_started(
-    self, view: base.View, *, waited_s: float, step_s: float
-  ) -> None:
-    """Has nothing to adapt."""

@@ -1,0 +1,1 @@
+"""What was measured, so that anybody can measure it again."""
