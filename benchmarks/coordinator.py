@@ -28,7 +28,7 @@ import numpy as np
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
-from dora_jax.coordinator.schedules import dora
+from dora_jax.coordinator.schedules import base, dora
 from dora_jax.runtime import summary
 
 _GROUP_SIZE = 16
@@ -66,9 +66,13 @@ class Cluster:
     self._prompts_per_batch = max(1, groups // 2)
     self.coordinator = coordinator.Coordinator(
       schedule=dora.Dora(
-        max_staleness=_MAX_STALENESS,
-        prompts_per_batch=self._prompts_per_batch,
-        rollout_groups=groups,
+        base.Options(
+          max_staleness=_MAX_STALENESS,
+          prompts_per_batch=self._prompts_per_batch,
+          rollout_groups=groups,
+          oversample=1.0,
+          evict=False,
+        )
       ),
       balance_settings=balance.Settings(
         repartition=True,

@@ -173,11 +173,13 @@ def make_schedule(config: Config) -> base.Schedule:
   coordinator = config.coordinator
   schedule = registry.create(
     coordinator.schedule,
-    max_staleness=coordinator.max_staleness,
-    prompts_per_batch=coordinator.prompts_per_batch,
-    rollout_groups=config_lib.rollout_groups(config),
-    oversample=coordinator.oversample,
-    evict=coordinator.evict,
+    base.Options(
+      max_staleness=coordinator.max_staleness,
+      prompts_per_batch=coordinator.prompts_per_batch,
+      rollout_groups=config_lib.rollout_groups(config),
+      oversample=coordinator.oversample,
+      evict=coordinator.evict,
+    ),
   )
   if schedule.mixes_versions and config.trainer.loss != "decoupled_ppo":
     raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
-from dora_jax.coordinator.schedules import dora
+from dora_jax.coordinator.schedules import base, dora
 from tests.coordinator import world as world_lib
 
 
@@ -41,10 +41,13 @@ def coordinator_of(
   """
   made = coordinator.Coordinator(
     schedule=dora.Dora(
-      max_staleness=max_staleness,
-      prompts_per_batch=prompts_per_batch,
-      rollout_groups=rollout_groups,
-      evict=evict,
+      base.Options(
+        max_staleness=max_staleness,
+        prompts_per_batch=prompts_per_batch,
+        rollout_groups=rollout_groups,
+        oversample=1.0,
+        evict=evict,
+      )
     ),
     balance_settings=balance.Settings(**{**world_lib.SETTINGS, **settings}),
     group_size=group_size,
@@ -53,7 +56,9 @@ def coordinator_of(
   )
   made._view.newest_version = newest_version
   made._view.is_training = is_training
-  made._held = {v for v, _ in generators if v is not None} | {newest_version}
+  made._serving._held = {v for v, _ in generators if v is not None} | {
+    newest_version
+  }
   versions = {}
   for version, groups in generators:
     versions |= dict.fromkeys(groups, version)

@@ -9,7 +9,7 @@ import dataclasses
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
-from dora_jax.coordinator.schedules import registry
+from dora_jax.coordinator.schedules import base, registry
 
 # Of the balance settings; a test overrides what it is about.
 SETTINGS = {
@@ -59,11 +59,13 @@ class World:
   ):
     made = registry.create(
       schedule,
-      max_staleness=max_staleness,
-      prompts_per_batch=prompts_per_batch,
-      rollout_groups=rollout_groups,
-      oversample=1.5,
-      evict=evict,
+      base.Options(
+        max_staleness=max_staleness,
+        prompts_per_batch=prompts_per_batch,
+        rollout_groups=rollout_groups,
+        oversample=1.5,
+        evict=evict,
+      ),
     )
     self.max_staleness = made.max_staleness
     self.may_mix = made.mixes_versions

@@ -73,7 +73,7 @@ def check_the_end(world: world_lib.World) -> None:
   assert tokens.open == tokens.ready == tokens.in_batch == 0
   # Nothing is left behind by what came and went.
   assert not (ledger.open or ledger._closed or ledger.num_untrained)
-  assert not (made._placement.in_transit or made._regenerating)
+  assert not (made._placement.in_transit or made._surrender.regenerating)
   if not made.schedule.drops_groups:
     assert not (made._placement.waiting or world.running)
     assert not any(view.residents for view in made.fleet)

@@ -15,14 +15,15 @@ class View:
     prompts_per_batch: P, groups that a step consumes.
     newest_version: the newest version that exists.
     is_training: whether a step is being made.
-    is_draining: no further group will ever start (end of the run or the data).
+    num_left_to_start: groups that may still start before the run or its data
+      ends; unless groups are dropped, none ever start after it is 0.
   """
 
   ledger: ledger_lib.Ledger
   prompts_per_batch: int
   newest_version: int = 0
   is_training: bool = False
-  is_draining: bool = False
+  num_left_to_start: int = 1
 
   @property
   def next_step(self) -> int:
@@ -32,16 +33,38 @@ class View:
   @property
   def batch_size(self) -> int:
     """Groups of the next batch: P, or what is left when nothing more starts."""
-    if not self.is_draining:
+    if self.num_left_to_start:
       return self.prompts_per_batch
     left = len(self.ledger.ready) + len(self.ledger.open)
     return min(self.prompts_per_batch, left)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """What schedules can be told; each takes what concerns it.
+
+  Attributes:
+    max_staleness: K.
+    prompts_per_batch: P, groups that a step consumes.
+    rollout_groups: the paper's RBS in groups, that is how many may be
+      unfinished at once; None leaves it to the schedule.
+    oversample: groups started for each group trained; at least 1.
+    evict: whether groups that hold the trainer back are generated anew by the
+      newest version instead of waited for.
+  """
+
+  max_staleness: int
+  prompts_per_batch: int
+  rollout_groups: int | None
+  oversample: float
+  evict: bool
 
 
 class Schedule:
   """A strategy; it may keep state of its own between calls.
 
   Attributes:
+    name: by which a config chooses it.
     max_staleness: K, the largest lag with which it trains a group.
     balances: whether generators are shared out among versions (Algorithm 1).
     mixes_versions: whether live requests take each new version, so that a
@@ -49,10 +72,14 @@ class Schedule:
     drops_groups: whether it gives up groups that have started (against C2).
   """
 
+  name: ClassVar[str]
   max_staleness: int
   balances: ClassVar[bool] = False
   mixes_versions: ClassVar[bool] = False
   drops_groups: ClassVar[bool] = False
+
+  def __init__(self, options: Options):
+    """Takes what it needs of the options."""
 
   def room(self, view: View, version: int) -> int:
     """How many groups may start now with this version.

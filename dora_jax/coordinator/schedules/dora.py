@@ -26,33 +26,21 @@ class Dora(base.Schedule):
     target: where it adapts, the groups to have running or ready.
   """
 
+  name = "dora"
   balances = True
 
-  def __init__(
-    self,
-    *,
-    max_staleness: int,
-    prompts_per_batch: int,
-    rollout_groups: int | None,
-    evict: bool = False,
-  ):
-    """Sets the aim.
+  def __init__(self, options: base.Options):
+    """Takes all but `oversample`.
 
-    Args:
-      max_staleness: K.
-      prompts_per_batch: P.
-      rollout_groups: the paper's RBS in groups, that is how many may be
-        unfinished at once; None adapts it.
-      evict: whether groups that hold the trainer back are generated anew by the
-        newest version, as in LongCat's report, instead of waited for. That
-        gives up C2: what they had sampled is thrown away, and counted.
+    With `evict`, as in LongCat's report, C2 is given up: what the evicted
+    groups had sampled is thrown away, and counted.
     """
-    self._evict = evict
-    self.max_staleness = max_staleness
-    self.target = min(2, max_staleness + 1) * prompts_per_batch
+    self.max_staleness = options.max_staleness
+    self._prompts_per_batch = options.prompts_per_batch
+    self._rollout_groups = options.rollout_groups
+    self._evict = options.evict
+    self.target = min(2, self.max_staleness + 1) * self._prompts_per_batch
     self._left_over: list[int] = []
-    self._prompts_per_batch = prompts_per_batch
-    self._rollout_groups = rollout_groups
 
   def room(self, view: base.View, version: int) -> int:
     """What R2 leaves, up to the aim."""

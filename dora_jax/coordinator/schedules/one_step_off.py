@@ -11,6 +11,7 @@ from dora_jax.coordinator.schedules import base
 class OneStepOff(base.Schedule):
   """Two batches alternate; each is sampled by the version before its step."""
 
+  name = "one_step_off"
   max_staleness = 1
 
   def room(self, view: base.View, version: int) -> int:

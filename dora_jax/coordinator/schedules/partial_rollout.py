@@ -15,5 +15,6 @@ from dora_jax.coordinator.schedules import dora
 class PartialRollout(dora.Dora):
   """Admits and trains as `dora` does, but mixes versions."""
 
+  name = "partial_rollout"
   balances = False
   mixes_versions = True

@@ -14,16 +14,13 @@ from dora_jax.coordinator.schedules import base
 class Replication(base.Schedule):
   """Rollout and training take turns, and no turn waits for the longest."""
 
+  name = "replication"
   max_staleness = 0
   drops_groups = True
 
-  def __init__(self, *, oversample: float):
-    """Sets how much more is started.
-
-    Args:
-      oversample: groups started for each group trained; at least 1.
-    """
-    self._oversample = oversample
+  def __init__(self, options: base.Options):
+    """Takes `oversample`."""
+    self._oversample = options.oversample
 
   def room(self, view: base.View, version: int) -> int:
     """What the oversampled batch still lacks, while the trainer rests."""

@@ -6,6 +6,7 @@ from dora_jax.coordinator.schedules import base
 class Sync(base.Schedule):
   """Rollout and training take turns; every trajectory is on-policy."""
 
+  name = "sync"
   max_staleness = 0
 
   def room(self, view: base.View, version: int) -> int:

@@ -1,0 +1,100 @@
+"""When the trainer makes a step, and what it waits for meanwhile."""
+
+from dora_jax.coordinator import events as ev
+from dora_jax.coordinator.schedules import base
+
+
+class Stepping:
+  """Starts and ends steps as the schedule has it.
+
+  Attributes:
+    wait_s: seconds in which the trainer stood idle, by cause: "data", or
+      "straggler" where R1 alone held back a batch that was there.
+  """
+
+  def __init__(self, schedule: base.Schedule, view: base.View):
+    self._schedule = schedule
+    self._view = view
+    self._idle_since_s: float | None = None
+    self._held_since_s: float | None = None
+    self._step_started_s = 0.0
+    self._step_s = 0.0
+    self.wait_s = {"data": 0.0, "straggler": 0.0}
+
+  def note_time(self, now_s: float) -> None:
+    """Notes when the trainer's first wait began."""
+    if self._idle_since_s is None and not self._view.is_training:
+      self._idle_since_s = now_s
+
+  def start(self, now_s: float) -> ev.Train | None:
+    """Starts the next step, if its batch is there and may be trained."""
+    view, ledger = self._view, self._view.ledger
+    group_ids = self._schedule.batch(view)
+    if not group_ids:
+      if self.is_held() and self._held_since_s is None:
+        self._held_since_s = now_s
+      return None
+    step = view.newest_version
+    ledger.take(group_ids, step=step)
+    self._check_lags(step)
+    view.is_training = True
+    idle_since_s = now_s if self._idle_since_s is None else self._idle_since_s
+    held_since_s = now_s if self._held_since_s is None else self._held_since_s
+    self.wait_s["straggler"] += now_s - held_since_s
+    self.wait_s["data"] += held_since_s - idle_since_s
+    self._idle_since_s = self._held_since_s = None
+    self._step_started_s = now_s
+    self._schedule.step_started(
+      view, waited_s=now_s - idle_since_s, step_s=self._step_s
+    )
+    return ev.Train(step=step, group_ids=tuple(group_ids))
+
+  def is_held(self) -> bool:
+    """Whether the trainer waits although there are groups for a batch."""
+    view = self._view
+    is_idle = not view.is_training
+    return is_idle and len(view.ledger.ready) >= view.batch_size > 0
+
+  def end(self, event: ev.StepDone, now_s: float) -> None:
+    """Notes that a step is done.
+
+    Raises:
+      ValueError: it was not under way, or made another version.
+    """
+    view = self._view
+    if not view.is_training or event.version != view.newest_version + 1:
+      raise ValueError(
+        f"A step made version {event.version}, but version "
+        f"{view.newest_version + 1} was to come"
+        f"{'' if view.is_training else ', and no step was under way'}."
+      )
+    view.ledger.commit()
+    view.newest_version = event.version
+    view.is_training = False
+    self._step_s = now_s - self._step_started_s
+    self._idle_since_s = now_s
+
+  def waits(self) -> list[tuple[str, str]]:
+    """What the trainer waits for, in words."""
+    view = self._view
+    if view.is_training:
+      return []
+    lacking = view.batch_size - len(view.ledger.ready)
+    if lacking > 0:
+      return [("trainer", f"{lacking} more groups")]
+    oldest = min(
+      view.ledger.open.values(), key=lambda g: g.version, default=None
+    )
+    if oldest is None:
+      return []
+    return [("trainer", f"group {oldest.group_id} of version {oldest.version}")]
+
+  def _check_lags(self, step: int) -> None:
+    """Asserts C3 where it counts: at the moment of training."""
+    for group_id, version in self._view.ledger.in_batch.items():
+      if not 0 <= step - version <= self._schedule.max_staleness:
+        raise ValueError(
+          f"Group {group_id} of version {version} would be trained at step "
+          f"{step}: lag {step - version} is outside of 0 … "
+          f"{self._schedule.max_staleness}."
+        )

@@ -1,0 +1,98 @@
+"""Groups that a schedule gives up, or has generated anew.
+
+What runs for them is cancelled. Until a generator has confirmed that, the
+request keeps its slot, and its Finished may still come.
+"""
+
+from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import fleet as fleet_lib
+from dora_jax.coordinator import ledger as ledger_lib
+from dora_jax.coordinator import placement
+from dora_jax.coordinator.schedules import base
+
+
+class Surrender:
+  """Carries out what a schedule gives up, and accounts for it.
+
+  Attributes:
+    regenerating: group_id -> members whose Cancel is under way, of groups that
+      start anew after the last of them.
+  """
+
+  def __init__(self, view: base.View, placement: placement.Placement):
+    self._view = view
+    self._placement = placement
+    self._unwanted_scores: set[fleet_lib.Member] = set()
+    self.regenerating: dict[int, int] = {}
+
+  def is_unwanted(self, request: fleet_lib.Member) -> bool:
+    """Whether this score belongs to a group that is given up; once."""
+    if request not in self._unwanted_scores:
+      return False
+    self._unwanted_scores.remove(request)
+    return True
+
+  def drop(self, group_id: int, reason: str) -> list[ev.Command]:
+    """Gives up a group, and whatever runs for it."""
+    group = self._view.ledger.drop(group_id, reason)
+    commands: list[ev.Command] = []
+    if group is not None:
+      self._placement.unqueue(group)
+      self._unwanted_scores |= {(group_id, m) for m in group.unscored}
+      commands += self._cancel(group, reason)
+    return [*commands, ev.Drop(group_id=group_id, reason=reason)]
+
+  def regenerate(self, group_id: int) -> list[ev.Command] | None:
+    """Starts an open group anew; None where that has to be asked again.
+
+    A group has to wait while one of its rewards is out, or while a member is on
+    its way: one that finished on its way is still spoken of by the Moved to
+    come, which must not be taken to mean its successor.
+    """
+    ledger, in_transit = self._view.ledger, self._placement.in_transit
+    group = ledger.open[group_id]
+    if group_id in self.regenerating:
+      return []
+    members = range(ledger.group_size)
+    if group.unscored or any((group_id, m) in in_transit for m in members):
+      return None
+    if not group.running:
+      return self._restart(group)
+    self.regenerating[group_id] = len(group.running)
+    return self._cancel(group, "evicted")
+
+  def end_cancel(
+    self, request: fleet_lib.Member, num_tokens: int
+  ) -> list[ev.Command]:
+    """Accounts for a cancelled request; restarts its group after the last."""
+    reason = self._placement.cancelling.pop(request)
+    self._view.ledger.cancelled(reason, num_tokens)
+    group_id, member = request
+    if group_id not in self.regenerating:
+      return []
+    group = self._view.ledger.open[group_id]
+    del group.running[member]
+    self.regenerating[group_id] -= 1
+    if self.regenerating[group_id]:
+      return []
+    del self.regenerating[group_id]
+    return self._restart(group)
+
+  def _restart(self, group: ledger_lib.OpenGroup) -> list[ev.Command]:
+    self._placement.unqueue(group)
+    self._view.ledger.regenerate(group, version=self._view.newest_version)
+    self._placement.waiting[group.version][group.group_id] = group
+    return [ev.Restart(group_id=group.group_id)]
+
+  def _cancel(
+    self, group: ledger_lib.OpenGroup, reason: str
+  ) -> list[ev.Command]:
+    by_generator: dict[int, list[fleet_lib.Member]] = {}
+    for member, generator_id in group.running.items():
+      request = group.group_id, member
+      self._placement.cancelling[request] = reason
+      by_generator.setdefault(generator_id, []).append(request)
+    return [
+      ev.Cancel(generator_id=generator_id, requests=tuple(requests))
+      for generator_id, requests in by_generator.items()
+    ]
