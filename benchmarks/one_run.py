@@ -8,6 +8,7 @@ compiled code) ends with the process, and cannot slow the next one.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -26,17 +27,68 @@ from dora_jax import config as config_lib
 from dora_jax import main as main_lib
 from dora_jax.runtime import build
 
-PROMPTS_PER_BATCH = 32
+PROMPTS_PER_BATCH = 16
 GROUP_SIZE = 8
+MAX_STALENESS = 3
 # Median and sigma of completions whose mean is 0.09 of the longest allowed.
 LENGTHS: dict[str, Any] = {"median": 24.0, "sigma": 1.2, "limit": 512}
 # All prompts are of one length, so that a step's prompt tokens are known.
 PROMPT_TOKENS = 32
-# Of paced runs. Training takes 200 decode steps, so that with the lengths above
-# a synchronous rollout takes three times as long. A token of a prompt takes a
+# Of paced runs. Training takes 250 decode steps, so that with the lengths above
+# a synchronous rollout takes about twice that. A token of a prompt takes a
 # twentieth of a decode step: completions here are 50 times shorter than the
 # paper's, so a token stands for 50 of theirs.
-PACE = pacing.Pace(decode_step_s=2e-3, prefill_token_s=0.1e-3, train_step_s=0.4)
+PACE = pacing.Pace(decode_step_s=2e-3, prefill_token_s=0.1e-3, train_step_s=0.5)
+_PACE_PREFIX = "pace."
+
+_DORA = {"coordinator.schedule": "dora"}
+_FIXED_RBS = {
+  **_DORA,
+  "coordinator.rollout_groups": str((MAX_STALENESS + 1) * PROMPTS_PER_BATCH),
+}
+_QUICK_TRAINER = {f"{_PACE_PREFIX}train_step_s": 0.1}
+_FOUR = {
+  **_DORA,
+  **_QUICK_TRAINER,
+  "mesh.host_devices": 5,
+  "mesh.num_generators": 4,
+  "generator.slots": 16,
+}
+# What can be run: name -> what it changes, "section.field" of the config or
+# "pace.field" of PACE.
+SETTINGS: dict[str, dict[str, Any]] = {
+  "sync": {"coordinator.schedule": "sync"},
+  "one_step_off": {"coordinator.schedule": "one_step_off"},
+  "partial_rollout": {
+    "coordinator.schedule": "partial_rollout",
+    "trainer.loss": "decoupled_ppo",
+  },
+  "replication": {"coordinator.schedule": "replication"},
+  "dora": _DORA,
+  # The paper's RBS fixed at the cap, (K + 1) P groups, where training takes
+  # longest, and both where rollout does.
+  "dora_fixed_rbs": _FIXED_RBS,
+  "dora_quick_trainer": {**_DORA, **_QUICK_TRAINER},
+  "dora_fixed_rbs_quick_trainer": {**_FIXED_RBS, **_QUICK_TRAINER},
+  # Ablations: dora without one part of Algorithm 1, which needs more generators
+  # than live versions to have a choice.
+  "dora_4gen": _FOUR,
+  "dora_4gen_no_moves": {**_FOUR, "coordinator.moves": False},
+  "dora_4gen_no_filling": {**_FOUR, "coordinator.filling": False},
+  "dora_4gen_no_repartition": {**_FOUR, "coordinator.repartition": False},
+}
+
+
+def baseline(name: str) -> str | None:
+  """The setting of dora with the same devices and pace; None for itself."""
+  for dora in ("dora_4gen", "dora_quick_trainer", "dora"):
+    same = all(
+      SETTINGS[name].get(field) == SETTINGS[dora].get(field)
+      for field in ("mesh.num_generators", *_QUICK_TRAINER)
+    )
+    if same:
+      return None if name == dora else dora
+  raise ValueError(f"{name} has devices or a pace that dora is not run with.")
 
 
 def make_config(
@@ -80,21 +132,44 @@ def make_config(
   config.generator.page_size = 16
   config.generator.max_length = PROMPT_TOKENS + LENGTHS["limit"]
   config.generator.max_new_tokens = LENGTHS["limit"]
-  config.generator.chunk_steps = 4
+  config.generator.chunk_steps = 8
   config.coordinator.balance_period_s = 0.05
-  config.coordinator.max_staleness = 3
+  config.coordinator.max_staleness = MAX_STALENESS
   config.coordinator.prompts_per_batch = PROMPTS_PER_BATCH
   config.coordinator.group_size = GROUP_SIZE
   config.coordinator.num_steps = num_steps
   config.trainer.row_length = config.generator.max_length
   config.trainer.rows_per_batch = 2
   with config.unlocked():
-    config.update_from_flattened_dict(dict(overrides))
+    config.update_from_flattened_dict(
+      {
+        field: value
+        for field, value in overrides.items()
+        if not field.startswith(_PACE_PREFIX)
+      }
+    )
   return config
 
 
-def check(overrides: Mapping[str, Any]) -> None:
+def make_pace(overrides: Mapping[str, Any]) -> pacing.Pace:
+  """PACE, with what the overrides "pace.field" change of it."""
+  return dataclasses.replace(
+    PACE,
+    **{
+      field.removeprefix(_PACE_PREFIX): value
+      for field, value in overrides.items()
+      if field.startswith(_PACE_PREFIX)
+    },
+  )
+
+
+def check(overrides: Mapping[str, Any], *, paced: bool) -> None:
   """Raises ValueError where a run with these overrides could not start."""
+  if not paced and make_pace(overrides) != PACE:
+    raise ValueError(
+      f"{dict(overrides)} changes the pace of a run that keeps none: run it "
+      "paced (--modes=paced of benchmarks.schedules)."
+    )
   config = make_config(overrides, num_steps=1, seed=0)
   config_lib.validate(config, num_devices=config.mesh.host_devices)
 
@@ -150,15 +225,18 @@ def main() -> None:
   parser.add_argument("--overrides", type=json.loads, default={})
   parser.add_argument("--num_steps", type=int, required=True)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--paced", action="store_true")
+  parser.add_argument(
+    "--paced", action="store_true", help="let devices keep PACE"
+  )
   args = parser.parse_args()
+  check(args.overrides, paced=args.paced)
   logging.set_verbosity(logging.WARNING)
   config = make_config(args.overrides, num_steps=args.num_steps, seed=args.seed)
   main_lib.prepare_devices(config)
   use_cache(args.cache)
   config_lib.validate(config, num_devices=len(jax.devices()))
   command = shlex.join(["python", "-m", "benchmarks.one_run", *sys.argv[1:]])
-  pace = PACE if args.paced else None
+  pace = make_pace(args.overrides) if args.paced else None
   run(config, args.workdir, pace=pace, command=command)
 
 

@@ -1,10 +1,10 @@
-"""Reads what one run has left behind: the values of its measured steps."""
+"""Reads what runs have left behind, and folds it over the rounds."""
 
 import dataclasses
 import json
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Span = tuple[float, float]
@@ -24,6 +24,28 @@ _PER_STEP = {
 _DROPPED = "rollout/groups_dropped"
 _SLOT_STEPS = ("rollout/busy_slot_steps", "rollout/total_slot_steps")
 _NEEDED = (*_COUNTED, *_PER_STEP, _DROPPED, *_SLOT_STEPS)
+# Counts are added up over rounds, bounds are their largest, the rest medians.
+_SUMS = ("mixed", "dropped", "reprefilled", "moved", "moved_tokens")
+_MAXIMA = ("lag_max", "versions_max")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """One schedule of one round, measured.
+
+  Attributes:
+    schedule: its name in one_run.SETTINGS.
+    round_id: which round.
+    seed: of its lengths.
+    workdir: what it has left behind.
+    values: see `read`.
+  """
+
+  schedule: str
+  round_id: int
+  seed: int
+  workdir: pathlib.Path
+  values: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +181,50 @@ def rollout_s(workdir: pathlib.Path, step: int) -> float:
   return max(right for _, right in spans) - min(left for left, _ in spans)
 
 
+def work(
+  runs: Sequence[Run],
+  *,
+  lengths: Mapping[tuple[int, int], Sequence[int]],
+  decode_step_s: float | None,
+) -> dict[str, float]:
+  """What the work is like: lengths, and the tail against the step.
+
+  A synchronous step starts all of its requests at once, so its rollout takes
+  longest * tau, with tau the seconds of a decode step. The tail is that time;
+  it is set against the step of dora, which does not wait for it.
+
+  Args:
+    runs: of all rounds.
+    lengths: (seed, step) -> tokens of each completion that a synchronous run
+      trains on in this measured step.
+    decode_step_s: tau where the pace sets it; else the runs of sync show it.
+  """
+  drawn = [length for step in lengths.values() for length in step]
+  values = {
+    "length_median": statistics.median(drawn),
+    "length_mean": statistics.fmean(drawn),
+    "length_max": max(drawn),
+  }
+  longest = statistics.fmean(map(max, lengths.values()))
+  if decode_step_s is None:
+    spans_s = [
+      rollout_s(run.workdir, step)
+      for run in runs
+      if run.schedule == "sync"
+      for seed, step in lengths
+      if seed == run.seed
+    ]
+    if not spans_s:
+      return values
+    decode_step_s = statistics.fmean(spans_s) / longest
+  values["decode_step_s"] = decode_step_s
+  values["tail_s"] = longest * decode_step_s
+  steps_s = [run.values["step_s"] for run in runs if run.schedule == "dora"]
+  if steps_s:
+    values["tail_over_step"] = values["tail_s"] / statistics.median(steps_s)
+  return values
+
+
 def _step_rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
   """The lines of metrics.jsonl that a training step wrote, in order."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
@@ -176,3 +242,42 @@ def _generators_idle(
     idle_share([(left, right) for left, right, _ in slices], window)
     for slices in timeline.generators.values()
   )
+
+
+def by_schedule(names: Sequence[str], runs: Sequence[Run]) -> dict[str, float]:
+  """`measure/schedule` -> its value over all rounds."""
+  values = {}
+  for key in runs[0].values:
+    fold = max if key in _MAXIMA else sum if key in _SUMS else statistics.median
+    for name in names:
+      values[f"{key}/{name}"] = fold(
+        run.values[key] for run in runs if run.schedule == name
+      )
+  return values
+
+
+def quotients(
+  runs: Sequence[Run], key: str, name: str, other: str
+) -> list[float]:
+  """A value of `name` over that of `other`, within each round."""
+  values = {(run.schedule, run.round_id): run.values[key] for run in runs}
+  rounds = sorted({run.round_id for run in runs})
+  return [values[name, r] / values[other, r] for r in rounds]
+
+
+def ratios(dora: str, name: str, runs: Sequence[Run]) -> dict[str, float]:
+  """How many times the tokens/s of a schedule dora reaches.
+
+  The ratio is taken within each round; its median, least and most are given.
+
+  Args:
+    dora: the setting to compare with.
+    name: the schedule.
+    runs: those of both, in every round.
+  """
+  found = quotients(runs, "tokens_per_s", dora, name)
+  return {
+    f"ratio/{dora}_over_{name}": statistics.median(found),
+    f"ratio_min/{dora}_over_{name}": min(found),
+    f"ratio_max/{dora}_over_{name}": max(found),
+  }

@@ -1,5 +1,6 @@
 """Shows the values of benchmarks.schedules to a reader."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import rich.table
@@ -25,19 +26,27 @@ _PRICE = {
   "reprefilled": ("re-prefilled", "{:,.0f}"),
 }
 
+# Who bounds the step -> how a sentence about it begins.
+_BOUNDS = {
+  "trainer_bound": "Where training is what takes longest",
+  "rollout_bound": "Where rollout is what takes longest",
+}
+
 
 def speed(
   names: Sequence[str], values: Mapping[str, float]
 ) -> rich.table.Table:
   """How fast each schedule is, where its time goes, and dora against it."""
   ratios = {}
-  for name in names:
-    if f"ratio/dora_over_{name}" in values:
+  for dora, name in itertools.product(names, names):
+    if f"ratio/{dora}_over_{name}" in values:
       middle, least, most = (
-        values[f"{key}/dora_over_{name}"]
+        values[f"{key}/{dora}_over_{name}"]
         for key in ("ratio", "ratio_min", "ratio_max")
       )
-      ratios[name] = f"{middle:.2f}x ({least:.2f} to {most:.2f})"
+      ratios[name] = f"{middle:.2f}x"
+      if least < most:
+        ratios[name] += f" ({least:.2f} to {most:.2f})"
   table = _table("How fast", _SPEED, last_column="dora is")
   for name in names:
     table.add_row(name, *_cells(name, values, _SPEED), ratios.get(name, ""))
@@ -71,6 +80,14 @@ def sentences(values: Mapping[str, float]) -> list[str]:
       f"Tail / step of dora: {values['tail_over_step']:.2f} (below 1 there is "
       "little to gain)."
     )
+  for bound, claim in _BOUNDS.items():
+    if f"lag_auto_over_fixed/{bound}" in values:
+      lag = values[f"lag_auto_over_fixed/{bound}"]
+      speed_share = values[f"speed_auto_over_fixed/{bound}"]
+      lines.append(
+        f"{claim}, dora that finds RBS itself has {lag:.2f} of the mean lag of "
+        f"RBS fixed at the cap, and {speed_share:.2f} of its tokens/s."
+      )
   return lines
 
 

@@ -18,7 +18,9 @@ _COLOURS = mpl.colormaps["tab10"].colors  # pyright: ignore
 _ROW_INCHES = 0.32
 _WIDTH_INCHES = 11.0
 # Bars narrower than this share of the picture bear no number.
-_LABEL_SHARE = 0.02
+_LABEL_SHARE = 0.015
+# Slices of one version with less than this share between them are one bar.
+_GAP_SHARE = 0.003
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,9 @@ def draw(
   )
   for picture, ax in zip(pictures, grid[:, 0], strict=True):
     _draw_one(ax, picture, seconds)
-  grid[-1, 0].set_xlabel("seconds; colours and numbers are policy versions")
+  grid[-1, 0].set_xlabel(
+    "seconds; colours and numbers are policy versions, white is idle"
+  )
   figure.savefig(path, dpi=130)
   plt.close(figure)
 
@@ -72,7 +76,7 @@ def _draw_one(ax: mpl_axes.Axes, picture: Picture, seconds: float) -> None:
   tracks = [
     ("trainer", timeline.trainer),
     *(
-      (f"generator {generator_id}", _joined(slices))
+      (f"generator {generator_id}", _joined(slices, gap_s=_GAP_SHARE * seconds))
       for generator_id, slices in sorted(timeline.generators.items())
     ),
   ]
@@ -106,15 +110,15 @@ def _draw_bar(
       str(version),
       ha="center",
       va="center",
-      fontsize=7,
+      fontsize=8,
       color="white",
     )
 
 
 def _joined(
-  slices: Sequence[tuple[float, float, int]], gap_s: float = 0.005
+  slices: Sequence[tuple[float, float, int]], *, gap_s: float
 ) -> list[tuple[float, float, int]]:
-  """Joins slices of one version that follow each other without a gap."""
+  """Joins slices of one version that follow each other within the gap."""
   joined: list[tuple[float, float, int]] = []
   for left, right, version in sorted(slices):
     if joined and joined[-1][2] == version and left - joined[-1][1] < gap_s:

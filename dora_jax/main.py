@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as config_lib
-from dora_jax.runtime import build, cold_start, local, pieces
+from dora_jax.runtime import build, cold_start, following, local, pieces
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
@@ -90,6 +90,8 @@ def main(argv: list[str]) -> int:
     # Orbax tells of every file that it writes.
     logging.set_verbosity(logging.WARNING)
   config = flags.FLAGS.config
+  workdir = pathlib.Path(flags.FLAGS.workdir)
+  follow = flags.FLAGS.replay and pathlib.Path(flags.FLAGS.replay)
   try:
     if len(argv) > 1:
       raise ValueError(
@@ -98,19 +100,14 @@ def main(argv: list[str]) -> int:
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_schedule(config)
-  except ValueError as error:
+    if follow:
+      following.open_record(config, workdir, follow)
+  except (ValueError, FileNotFoundError) as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
-  workdir = pathlib.Path(flags.FLAGS.workdir)
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
-    follow = flags.FLAGS.replay
-    return run(
-      config,
-      workdir,
-      command=command,
-      follow=None if follow is None else pathlib.Path(follow),
-    )
+    return run(config, workdir, command=command, follow=follow)
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
     return EXIT_BROKEN

@@ -152,26 +152,40 @@ class Lane:
     """Positions whose KV live requests hold, in the pool or off it."""
     return self._roster.num_kv_tokens()
 
-  def can_advance(self) -> bool:
+  def num_lacking_pages(self) -> int:
+    """Pages that must become free before the first that waits for some enters.
+
+    0 where none waits, none may enter for want of a slot, or all are free.
+    """
+    if self.version is None:
+      return 0
+    return self._roster.num_lacking_pages(self.version, self._pool.allocator)
+
+  def spillable(self) -> list[roster.Name]:
+    """Requests that `spill` would take pages from, the youngest first."""
+    return self._roster.spillable()
+
+  def can_advance(self, *, admits: bool = True) -> bool:
     """Whether `launch` would start a chunk; not while all it has is paused."""
     if self._slots.num_running():
       return True
-    return self.version is not None and self._slots.can_admit(
-      self._roster.line, self.version
-    )
+    if not admits or self.version is None:
+      return False
+    return self._slots.can_admit(self._roster.line, self.version)
 
   def step(self) -> list[types.Trajectory]:
     """Advances every live request by a chunk; returns those that finished."""
     self.launch()
     return self.collect()
 
-  def launch(self) -> None:
-    """Fills free slots and starts a chunk on the mesh, without waiting."""
+  def launch(self, *, admits: bool = True) -> None:
+    """Fills free slots, if it may, and starts a chunk, without waiting."""
     self._check_between_chunks()
     if not self.num_live():
       return
     served, version = self._loaded()
-    self._slots.admit(served, self._roster.line, version)
+    if admits:
+      self._slots.admit(served, self._roster.line, version)
     if not self._slots.num_running():
       # Other lanes hold the pages that the first request waits for, or all
       # requests are paused.

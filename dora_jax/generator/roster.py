@@ -7,7 +7,14 @@ import jax
 
 from dora_jax import types
 from dora_jax.generator import engine as engine_lib
-from dora_jax.generator import kv_pool, kv_transfer, slot_batch, waiting
+from dora_jax.generator import (
+  kv_pool,
+  kv_transfer,
+  pages,
+  scheduler,
+  slot_batch,
+  waiting,
+)
 from dora_jax.generator import live as live_lib
 
 # (group_id, member): what a request is called from outside.
@@ -55,6 +62,44 @@ class Roster:
     return sum(live.position for live in self.slots.live.values()) + sum(
       parcel.num_kv_tokens for parcel in parcels
     )
+
+  def num_lacking_pages(
+    self, version: int, allocator: pages.PageAllocator
+  ) -> int:
+    """Pages that are to become free before the next in line gets its own.
+
+    Only for training's requests, and only where a slot is free for the next.
+    """
+    first = next(self.line.without_pages(), None)
+    num_seated = len(self.slots.live) + self.line.num_holding
+    if first is None or num_seated >= self.slots.num_slots:
+      return 0
+    if first.request.stream != _TRAINING_STREAM:
+      return 0
+    (admission,) = scheduler.plan_admissions(
+      [first.request],
+      version=version,
+      free_slots=[0],
+      num_free_pages=allocator.num_pages,
+      page_size=self._engine.page_size,
+      live_prompts={live.prompt_key for live in self.slots.live.values()},
+    )
+    return max(0, admission.num_new_pages - allocator.num_free)
+
+  def spillable(self) -> list[Name]:
+    """Requests of training that hold pages and are not paused.
+
+    Those without a slot come first, then the latest groups, from the last
+    member on, for whose pages nobody waits as long.
+    """
+    idle = [parcel for parcel in self.line if parcel.claim is not None]
+    running = [live for live in self.slots.live.values() if not live.is_paused]
+    return [
+      one.name
+      for those in (idle, running)
+      for one in sorted(those, key=lambda one: one.name, reverse=True)
+      if one.request.stream == _TRAINING_STREAM
+    ]
 
   def submit(self, requests: Sequence[types.Request]) -> None:
     """Queues new requests, which have been checked."""

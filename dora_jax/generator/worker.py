@@ -111,18 +111,65 @@ class MeshWorker:
 
   def can_advance(self) -> bool:
     """Whether any lane can; not while all that is live is paused."""
-    return any(a_lane.can_advance() for a_lane in self.lanes)
+    starved: int | None = None
+    for a_lane in self._oldest_first():
+      admits = starved is None or a_lane.version == starved
+      if a_lane.can_advance(admits=admits):
+        return True
+      if admits and a_lane.num_lacking_pages():
+        if any(each.spillable() for each in self._newer_than(a_lane)):
+          return True
+        starved = a_lane.version
+    return False
 
   def step(self) -> list[tuple[int, list[types.Trajectory]]]:
     """Advances each lane that can by a chunk.
 
     All chunks are started before the first is waited for, so that the mesh
-    works on one while the host reads another.
+    works on one while the host reads another. The trainer waits for the oldest
+    version: its lane goes first, and while it waits for pages, lanes of newer
+    versions make room and admit nobody.
 
     Returns:
       (generator_id, finished trajectories) of each lane that was advanced.
     """
-    busy = [a_lane for a_lane in self.lanes if a_lane.can_advance()]
-    for a_lane in busy:
-      a_lane.launch()
-    return [(a_lane.generator_id, a_lane.collect()) for a_lane in busy]
+    advanced = []
+    starved: int | None = None
+    for a_lane in self._oldest_first():
+      admits = starved is None or a_lane.version == starved
+      if admits:
+        self._make_room(a_lane)
+      if a_lane.can_advance(admits=admits):
+        a_lane.launch(admits=admits)
+        advanced.append(a_lane)
+      if admits and a_lane.num_lacking_pages():
+        starved = a_lane.version
+    return [(a_lane.generator_id, a_lane.collect()) for a_lane in advanced]
+
+  def _make_room(self, starved: lane.Lane) -> None:
+    """Spills requests of newer lanes until the next one of this lane fits.
+
+    It begins with the youngest of the newest lane. They come back once no
+    older lane waits for pages any more, for until then theirs admits nobody.
+    """
+    for donor in self._newer_than(starved):
+      for name in donor.spillable():
+        if not starved.num_lacking_pages():
+          return
+        # One by one: how many pages it frees depends on who shares them.
+        donor.spill([name])
+
+  def _oldest_first(self) -> list[lane.Lane]:
+    loaded = [each for each in self.lanes if each.version is not None]
+    return sorted(loaded, key=_version)
+
+  def _newer_than(self, a_lane: lane.Lane) -> list[lane.Lane]:
+    """Lanes of newer versions, the newest first."""
+    found = self._oldest_first()
+    newer = [each for each in found if _version(each) > _version(a_lane)]
+    return newer[::-1]
+
+
+def _version(a_lane: lane.Lane) -> int:
+  assert a_lane.version is not None
+  return a_lane.version

@@ -19,8 +19,10 @@ from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
+  following,
   generating,
   local,
+  orders,
   part,
   pieces,
   record,
@@ -68,32 +70,16 @@ def build(
       short: for benchmarks. None gives all config.generator.max_new_tokens at
       most.
   """
+  gate = None
+  if follow is not None:
+    # Before anything is written, for it may be the record's own workdir.
+    gate = following.open_record(config, workdir, follow)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
-    gate = _follow(config, workdir, follow) if follow is not None else None
     yield _build(config, workdir, stack, gate, completion_limit)
-
-
-def _follow(
-  config: Config, workdir: pathlib.Path, path: pathlib.Path
-) -> record.ReplayGate:
-  """Opens a record for the run to follow."""
-  if path.resolve() == (workdir / record.FILE_NAME).resolve():
-    raise ValueError(
-      f"--replay={path} is where this run would write its own record: give "
-      "another --workdir."
-    )
-  if pieces.make_schedule(config).mixes_versions:
-    raise ValueError(
-      f"--replay cannot follow config.coordinator.schedule "
-      f"{config.coordinator.schedule!r}: at which token a live request takes a "
-      "new version is not recorded."
-    )
-  _, events = record.read_events(path)
-  return record.ReplayGate(events)
 
 
 def _build(
@@ -152,6 +138,7 @@ def _build(
     canary=canary,
     checkpoints=checkpoints,
     save_every_steps=config.checkpoint.every_steps,
+    publishes_rounded=jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
   )
   stop_ids = tokenizer.stop_ids
@@ -173,7 +160,7 @@ def _build(
   generator_parts = list(dict.fromkeys(parts.generators.values()))
   coordinator = pieces.make_coordinator(config, shape)
   events = record.EventWriter(
-    workdir / record.FILE_NAME, config.coordinator.to_dict()
+    workdir / record.FILE_NAME, following.header(config)
   )
   stack.callback(events.close)
   results = recorder.Recorder(
@@ -183,6 +170,7 @@ def _build(
     num_steps=config.coordinator.num_steps,
     decode=tokenizer.decode,
     generators=generator_parts,
+    store=store,
   )
   stack.callback(results.close)
   evaluation_part = parts.generators[parts.evaluation_id]
@@ -195,15 +183,13 @@ def _build(
     store=store,
     mesh_id=0,
     load=lambda version: evaluation_part.send(
-      generating.LoadOrder(generator_id=parts.evaluation_id, version=version)
+      orders.LoadOrder(generator_id=parts.evaluation_id, version=version)
     ),
     submit=lambda requests: evaluation_part.send(
-      generating.SubmitOrder(
-        generator_id=parts.evaluation_id, requests=requests
-      )
+      orders.SubmitOrder(generator_id=parts.evaluation_id, requests=requests)
     ),
     unload=lambda: evaluation_part.send(
-      generating.UnloadOrder(generator_id=parts.evaluation_id)
+      orders.UnloadOrder(generator_id=parts.evaluation_id)
     ),
   )
   runtime = local.LocalRuntime(

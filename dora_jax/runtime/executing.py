@@ -10,7 +10,7 @@ import numpy as np
 
 from dora_jax import interfaces, types
 from dora_jax.coordinator import events as ev
-from dora_jax.runtime import generating, part, scoring, training
+from dora_jax.runtime import generating, orders, part, scoring, training
 from dora_jax.weights import store as store_lib
 
 EVALUATION = "evaluation"
@@ -117,7 +117,7 @@ class Executor:
     self._completion_limit = completion_limit
     self._groups: dict[int, _GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
-    self._moves: dict[tuple[int, int], tuple[generating.Name, ...]] = {}
+    self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
     """Gives the orders that a command needs; returns the batch of a Train."""
@@ -129,7 +129,7 @@ class Executor:
       case ev.Move():
         self._moves[command.source_id, command.target_id] = command.requests
         self._send(
-          generating.ExtractOrder(
+          orders.ExtractOrder(
             generator_id=command.source_id,
             target_id=command.target_id,
             requests=command.requests,
@@ -137,7 +137,7 @@ class Executor:
         )
       case ev.Cancel():
         self._send(
-          generating.CancelOrder(
+          orders.CancelOrder(
             generator_id=command.generator_id, requests=command.requests
           )
         )
@@ -172,12 +172,12 @@ class Executor:
     if data is not None:
       data.rewards[member] = reward
 
-  def pass_on(self, message: generating.Extracted) -> ev.Moved | None:
+  def pass_on(self, message: orders.Extracted) -> ev.Moved | None:
     """Sends packed requests to their target; the end of a move of nothing."""
     if not message.parcels:
       return self._end_move(message.source_id, message.target_id, (), 0)
     self._send(
-      generating.RestoreOrder(
+      orders.RestoreOrder(
         generator_id=message.target_id,
         source_id=message.source_id,
         parcels=message.parcels,
@@ -186,18 +186,18 @@ class Executor:
     return None
 
   def end_move(
-    self, message: generating.Restored | generating.RestoreFailed
+    self, message: orders.Restored | orders.RestoreFailed
   ) -> ev.Moved:
     """Tells the source to let go of its requests, or to go on with them."""
-    if isinstance(message, generating.RestoreFailed):
+    if isinstance(message, orders.RestoreFailed):
       self._send(
-        generating.ResumeOrder(
+        orders.ResumeOrder(
           generator_id=message.source_id, requests=message.requests
         )
       )
       return self._end_move(message.source_id, message.target_id, (), 0)
     self._send(
-      generating.ForgetOrder(
+      orders.ForgetOrder(
         generator_id=message.source_id, requests=message.requests
       )
     )
@@ -225,7 +225,7 @@ class Executor:
     self,
     source_id: int,
     target_id: int,
-    moved: tuple[generating.Name, ...],
+    moved: tuple[orders.Name, ...],
     num_kv_tokens: int,
   ) -> ev.Moved:
     ordered = self._moves.pop((source_id, target_id))
@@ -237,7 +237,7 @@ class Executor:
       num_kv_tokens=num_kv_tokens,
     )
 
-  def _send(self, order: generating.Order) -> None:
+  def _send(self, order: orders.Order) -> None:
     self._parts.generators[order.generator_id].send(order)
 
   def _load(self, command: ev.Load) -> None:
@@ -247,7 +247,7 @@ class Executor:
       mesh_id=self._parts.mesh_ids[command.generator_id],
     )
     self._send(
-      generating.LoadOrder(
+      orders.LoadOrder(
         generator_id=command.generator_id,
         version=command.version,
         carries_live=command.carries_live,
@@ -260,7 +260,7 @@ class Executor:
       self._groups[command.group_id] = _GroupData(prompt=prompt)
     prompt = self._groups[command.group_id].prompt
     self._send(
-      generating.SubmitOrder(
+      orders.SubmitOrder(
         generator_id=command.generator_id,
         requests=[
           types.Request(

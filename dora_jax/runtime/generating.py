@@ -1,190 +1,19 @@
 """The thread of a generator mesh: its generators take turns on it."""
 
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 from absl import logging
 
-from dora_jax import interfaces, trace, types
+from dora_jax import interfaces, trace
 from dora_jax.generator import worker as worker_lib
 from dora_jax.runtime import canary as canary_lib
-from dora_jax.runtime import part, slices
+from dora_jax.runtime import orders, part, slices
 from dora_jax.weights import store as store_lib
 
 # How often a generator that decodes says how far it is.
 _PROGRESS_S = 0.5
-
-# (group_id, member): what a request is called.
-Name = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadOrder:
-  """Serve this version; with `carries_live`, live requests go on under it."""
-
-  generator_id: int
-  version: int
-  carries_live: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnloadOrder:
-  """Let go of whatever it serves."""
-
-  generator_id: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SubmitOrder:
-  """Generate these requests."""
-
-  generator_id: int
-  requests: Sequence[types.Request]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtractOrder:
-  """Pause these requests, and pack them for another generator."""
-
-  generator_id: int
-  target_id: int
-  requests: Sequence[Name]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RestoreOrder:
-  """Take over these requests from another generator."""
-
-  generator_id: int
-  source_id: int
-  parcels: Sequence[interfaces.Parcel]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForgetOrder:
-  """Free what these paused requests hold: another generator has them."""
-
-  generator_id: int
-  requests: Sequence[Name]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumeOrder:
-  """Go on with these paused requests: no other generator has them."""
-
-  generator_id: int
-  requests: Sequence[Name]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CancelOrder:
-  """Give up these requests."""
-
-  generator_id: int
-  requests: Sequence[Name]
-
-
-Order = (
-  LoadOrder
-  | UnloadOrder
-  | SubmitOrder
-  | ExtractOrder
-  | RestoreOrder
-  | ForgetOrder
-  | ResumeOrder
-  | CancelOrder
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampled:
-  """A generator returns finished trajectories."""
-
-  generator_id: int
-  trajectories: Sequence[types.Trajectory]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
-  """A generator serves a version, checked by checksum and canary.
-
-  Attributes:
-    generator_id: the generator.
-    version: the version.
-    num_reprefilled: tokens of live requests whose KV was computed anew for it.
-  """
-
-  generator_id: int
-  version: int
-  num_reprefilled: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extracted:
-  """Requests are paused and packed; `missing` ones had finished already."""
-
-  source_id: int
-  target_id: int
-  parcels: Sequence[interfaces.Parcel]
-  missing: tuple[Name, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restored:
-  """The target has these requests, and the KV of so many of their tokens."""
-
-  source_id: int
-  target_id: int
-  requests: tuple[Name, ...]
-  num_kv_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RestoreFailed:
-  """The target has none of these requests: they are to go on at the source."""
-
-  source_id: int
-  target_id: int
-  requests: tuple[Name, ...]
-  error: Exception
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cancelled:
-  """Requests were given up.
-
-  Attributes:
-    generator_id: the generator.
-    cancelled: (group_id, member, sampled tokens) of each.
-    missing: those that had finished, or left, already.
-  """
-
-  generator_id: int
-  cancelled: tuple[tuple[int, int, int], ...]
-  missing: tuple[Name, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-  """How far a generator is.
-
-  Attributes:
-    generator_id: the generator.
-    num_sampled: tokens that it has sampled since it was made.
-    num_kv_tokens: positions whose KV its live requests hold.
-    num_waiting: live requests that have no slot.
-    pages_used: pages of its mesh that are held, by whichever lane.
-    num_pages: pages of its mesh.
-  """
-
-  generator_id: int
-  num_sampled: int
-  num_kv_tokens: int
-  num_waiting: int
-  pages_used: int
-  num_pages: int
 
 
 class GeneratorPart(part.Part):
@@ -239,27 +68,29 @@ class GeneratorPart(part.Part):
       if self.worker.can_advance():
         self._decode()
 
-  def _carry_out(self, order: Order) -> None:
+  def _carry_out(self, order: orders.Order) -> None:
     lane = self._lanes[order.generator_id]
     match order:
-      case SubmitOrder():
+      case orders.SubmitOrder():
         lane.submit(order.requests)
-      case UnloadOrder():
+      case orders.UnloadOrder():
         self._unload(lane)
-      case LoadOrder():
+      case orders.LoadOrder():
         self._load(lane, order.version, carries_live=order.carries_live)
-      case ExtractOrder():
+      case orders.ExtractOrder():
         self._extract(lane, order)
-      case RestoreOrder():
+      case orders.RestoreOrder():
         self._restore(lane, order)
-      case ForgetOrder():
+      case orders.ForgetOrder():
         lane.forget(order.requests)
-      case ResumeOrder():
+      case orders.ResumeOrder():
         lane.resume(order.requests)
-      case CancelOrder():
+      case orders.CancelOrder():
         self._cancel(lane, order)
 
-  def _extract(self, lane: interfaces.Generator, order: ExtractOrder) -> None:
+  def _extract(
+    self, lane: interfaces.Generator, order: orders.ExtractOrder
+  ) -> None:
     start_s = time.perf_counter()
     # Lanes of one mesh hand pages over by their numbers.
     is_near = order.target_id in self._lanes
@@ -273,7 +104,7 @@ class GeneratorPart(part.Part):
       requests=len(parcels),
     )
     self._post(
-      Extracted(
+      orders.Extracted(
         source_id=order.generator_id,
         target_id=order.target_id,
         parcels=parcels,
@@ -281,7 +112,9 @@ class GeneratorPart(part.Part):
       )
     )
 
-  def _restore(self, lane: interfaces.Generator, order: RestoreOrder) -> None:
+  def _restore(
+    self, lane: interfaces.Generator, order: orders.RestoreOrder
+  ) -> None:
     start_s = time.perf_counter()
     names = tuple(parcel.name for parcel in order.parcels)
     ends = {"source_id": order.source_id, "target_id": order.generator_id}
@@ -295,7 +128,7 @@ class GeneratorPart(part.Part):
         order.source_id,
         error,
       )
-      self._post(RestoreFailed(**ends, requests=names, error=error))
+      self._post(orders.RestoreFailed(**ends, requests=names, error=error))
       return
     self._trace.span(
       self._tracks[order.generator_id],
@@ -305,9 +138,13 @@ class GeneratorPart(part.Part):
       requests=len(names),
       kv_tokens=num_kv_tokens,
     )
-    self._post(Restored(**ends, requests=names, num_kv_tokens=num_kv_tokens))
+    self._post(
+      orders.Restored(**ends, requests=names, num_kv_tokens=num_kv_tokens)
+    )
 
-  def _cancel(self, lane: interfaces.Generator, order: CancelOrder) -> None:
+  def _cancel(
+    self, lane: interfaces.Generator, order: orders.CancelOrder
+  ) -> None:
     cancelled = tuple(lane.cancel(order.requests))
     found = {(group_id, member) for group_id, member, _ in cancelled}
     self._trace.instant(
@@ -317,7 +154,7 @@ class GeneratorPart(part.Part):
       requests=len(cancelled),
     )
     self._post(
-      Cancelled(
+      orders.Cancelled(
         generator_id=order.generator_id,
         cancelled=cancelled,
         missing=tuple(n for n in order.requests if n not in found),
@@ -353,7 +190,7 @@ class GeneratorPart(part.Part):
       self._publish_track, f"v{version}", start_s, time.perf_counter(), to=name
     )
     self._post(
-      Served(
+      orders.Served(
         generator_id=lane.generator_id,
         version=version,
         num_reprefilled=num_reprefilled,
@@ -378,16 +215,16 @@ class GeneratorPart(part.Part):
       self._slices.add(generator_id, version, start_s, end_s, len(trajectories))
       if trajectories:
         self._post(
-          Sampled(generator_id=generator_id, trajectories=trajectories)
+          orders.Sampled(generator_id=generator_id, trajectories=trajectories)
         )
       is_due = end_s - self._said_s[generator_id] >= _PROGRESS_S
       if trajectories or is_due:
         self._said_s[generator_id] = end_s
         self._post(self._progress(generator_id))
 
-  def _progress(self, generator_id: int) -> Progress:
+  def _progress(self, generator_id: int) -> orders.Progress:
     lane = self._lanes[generator_id]
-    return Progress(
+    return orders.Progress(
       generator_id=generator_id,
       num_sampled=lane.counters.decoded_tokens,
       num_kv_tokens=lane.live_tokens(),

@@ -22,7 +22,7 @@ from dora_jax.coordinator import events as ev
 from dora_jax.runtime import (
   evaluation,
   executing,
-  generating,
+  orders,
   part,
   record,
   recorder,
@@ -154,19 +154,19 @@ class LocalRuntime:
           f"{message.part} failed: {type(message.error).__name__}: "
           f"{message.error}"
         ) from message.error
-      case generating.Sampled():
+      case orders.Sampled():
         self._hear_sampled(message)
-      case generating.Served():
+      case orders.Served():
         self._hear_served(message)
-      case generating.Progress():
+      case orders.Progress():
         self._hear_progress(message)
-      case generating.Extracted():
+      case orders.Extracted():
         moved = self._executor.pass_on(message)
         if moved is not None:
           self._feed(moved)
-      case generating.Restored() | generating.RestoreFailed():
+      case orders.Restored() | orders.RestoreFailed():
         self._feed(self._executor.end_move(message))
-      case generating.Cancelled():
+      case orders.Cancelled():
         self._feed(
           ev.Cancelled(
             generator_id=message.generator_id, cancelled=message.cancelled
@@ -183,7 +183,7 @@ class LocalRuntime:
       case _:
         raise TypeError(f"Nobody sends {message!r}.")
 
-  def _hear_sampled(self, message: generating.Sampled) -> None:
+  def _hear_sampled(self, message: orders.Sampled) -> None:
     for trajectory in message.trajectories:
       if message.generator_id == self._parts.evaluation_id:
         prompt = self._evaluator.prompt(trajectory)
@@ -201,7 +201,7 @@ class LocalRuntime:
           )
         )
 
-  def _hear_served(self, message: generating.Served) -> None:
+  def _hear_served(self, message: orders.Served) -> None:
     if message.generator_id == self._parts.evaluation_id:
       self._evaluator.serve()
     else:
@@ -213,7 +213,7 @@ class LocalRuntime:
         )
       )
 
-  def _hear_progress(self, message: generating.Progress) -> None:
+  def _hear_progress(self, message: orders.Progress) -> None:
     if message.generator_id != self._parts.evaluation_id:
       self._feed(
         ev.Progress(

@@ -54,7 +54,9 @@ class EventWriter:
     """
     self._file = path.open("wb")
     self._compressor = zlib.compressobj(wbits=_GZIP)
-    self._num_unflushed = 0
+    # Compressing releases the GIL, which the runtime's thread may wait long to
+    # get back; so lines wait here, and are compressed once a flush.
+    self._lines: list[str] = []
     self._flushed_s: float | None = None
     self._write_line(
       {"format": _FORMAT, "fields": _FIELDS, "arguments": dict(header)}
@@ -75,28 +77,31 @@ class EventWriter:
     self._write_line([float(now_s), name, *values])
     if self._flushed_s is None:
       self._flushed_s = now_s
-    self._num_unflushed += 1
-    if (
-      self._num_unflushed >= _FLUSH_LINES or now_s - self._flushed_s >= _FLUSH_S
-    ):
+    if len(self._lines) >= _FLUSH_LINES or now_s - self._flushed_s >= _FLUSH_S:
       self.flush()
       self._flushed_s = now_s
 
   def flush(self) -> None:
     """Brings all that was written into the file; call it where a run hangs."""
-    self._file.write(self._compressor.flush(zlib.Z_SYNC_FLUSH))
+    self._compress(zlib.Z_SYNC_FLUSH)
     self._file.flush()
-    self._num_unflushed = 0
 
   def close(self) -> None:
     """Ends the file; a second call does nothing."""
     if not self._file.closed:
-      self._file.write(self._compressor.flush())
+      self._compress(zlib.Z_FINISH)
       self._file.close()
 
   def _write_line(self, value: Any) -> None:
     line = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    self._file.write(self._compressor.compress(line.encode() + b"\n"))
+    self._lines.append(line + "\n")
+
+  def _compress(self, ending: int) -> None:
+    """Compresses the lines that wait, as one piece."""
+    text = "".join(self._lines).encode()
+    self._lines.clear()
+    data = self._compressor.compress(text) + self._compressor.flush(ending)
+    self._file.write(data)
 
 
 def read_events(

@@ -15,6 +15,7 @@ from dora_jax import trace, types
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.runtime import evaluation as evaluation_lib
 from dora_jax.runtime import generating, progress, summary
+from dora_jax.weights import store as store_lib
 
 # Shorter waits come and go too fast to be read.
 _LONG_WAIT_S = 0.5
@@ -36,6 +37,7 @@ class Recorder:
     num_steps: int,
     decode: Callable[[Sequence[int]], str],
     generators: Sequence[generating.GeneratorPart],
+    store: store_lib.WeightStore,
     stream: TextIO = sys.stdout,
   ):
     self.num_mixed = 0
@@ -44,6 +46,7 @@ class Recorder:
     self._trace = timeline
     self._decode = decode
     self._generators = generators
+    self._store = store
     self._metrics = metrics_lib.MetricsWriter(workdir)
     self._progress = progress.Progress(num_steps, stream)
     self._start_s = time.perf_counter()
@@ -132,7 +135,8 @@ class Recorder:
         "rollout/groups_dropped": ledger.num_dropped(),
         "rollout/generator_idle_share": self._idle_share(now_s),
         "rollout/mixed": self.num_mixed,
-        **self._slot_steps(),
+        **self._lane_counts(),
+        **self._copies(),
         "rollout/trainer_wait_data_s": waits["data"],
         "rollout/trainer_wait_straggler_s": waits["straggler"],
         **{
@@ -262,20 +266,30 @@ class Recorder:
     busy_s = sum(generator.busy_s for generator in self._generators)
     return max(0.0, 1.0 - busy_s / elapsed_s)
 
-  def _slot_steps(self) -> dict[str, float]:
-    """Decode steps of slots, with a request and in all, summed over lanes."""
+  def _lane_counts(self) -> dict[str, float]:
+    """Decode steps of slots, with a request and in all, and requests spilled.
+
+    Summed over lanes, that of the evaluation included.
+    """
     counters = [
       lane.counters
       for generator in self._generators
       for lane in generator.worker.lanes
     ]
     return {
-      "rollout/busy_slot_steps": float(
-        sum(c.busy_slot_steps for c in counters)
-      ),
-      "rollout/total_slot_steps": float(
-        sum(c.total_slot_steps for c in counters)
-      ),
+      f"rollout/{name}": float(sum(getattr(each, name) for each in counters))
+      for name in ("busy_slot_steps", "total_slot_steps", "spilled")
+    }
+
+  def _copies(self) -> dict[str, float]:
+    """Versions in host memory, and from where generators got theirs."""
+    copied_from = self._store.copied_from
+    return {
+      "weights/host_bytes": float(self._store.host_bytes),
+      **{
+        f"weights/copied_from_{kind}": float(copied_from[kind])
+        for kind in ("trainer", "peer", "host")
+      },
     }
 
 

@@ -1,14 +1,20 @@
 """The trainer's thread: steps, publishes, saves."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
+
+from absl import logging
 
 from dora_jax import checkpoint, trace, types
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import part
 from dora_jax.trainer import train_step
 from dora_jax.weights import store as store_lib
+
+# Of a gradient so small that Adam's eps, 1e-8 for each weight, outweighs it.
+_FAINT_NORM = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,14 +37,30 @@ class TrainerPart(part.Part):
     canary: canary_lib.Canary,
     checkpoints: checkpoint.Checkpoints,
     save_every_steps: int,
+    publishes_rounded: bool,
     timeline: trace.Trace,
   ):
+    """Wires.
+
+    Args:
+      post: reaches the runtime.
+      trainer: makes steps.
+      store: gets each version.
+      canary: learns what each version makes of it.
+      checkpoints: where versions are saved.
+      save_every_steps: 0 saves none on the way.
+      publishes_rounded: whether the store casts to fewer digits than the
+        trainer's.
+      timeline: of the run.
+    """
     super().__init__(name="trainer", post=post)
     self._trainer = trainer
     self._store = store
     self._canary = canary
     self._checkpoints = checkpoints
     self._save_every_steps = save_every_steps
+    self._publishes_rounded = publishes_rounded
+    self._num_unchanged = 0
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
@@ -90,15 +112,48 @@ class TrainerPart(part.Part):
     trained_s = time.perf_counter()
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()
+    self._check_changed(publication, metrics)
     end_s = time.perf_counter()
     self._trace.span(self._track, f"step {step}", start_s, trained_s)
     metrics |= {
       "train/step_s": trained_s - start_s,
       "weights/publish_s": end_s - trained_s,
       "weights/arrays_changed": publication.num_changed,
+      "weights/unchanged": self._num_unchanged,
     }
     if self._save_every_steps and (step + 1) % self._save_every_steps == 0:
       self.begin(f"saving version {step + 1}")
       self.save()
     self.busy_s += time.perf_counter() - start_s
     self._post(Stepped(version=step + 1, metrics=metrics))
+
+  def _check_changed(
+    self, publication: store_lib.Publication, metrics: Mapping[str, float]
+  ) -> None:
+    """Refuses a version that a step has made and that is the one before.
+
+    Generators would go on with old weights, whose checksums are right. What is
+    published in full moves by any step, for some weights are close to 0. In
+    fewer digits, or where Adam's eps outweighs the gradient, a whole step may
+    be rounded off, and adds up until it is not: that is counted.
+
+    Raises:
+      RuntimeError: it is published in full, and nothing has changed.
+    """
+    grad_norm, lr = metrics["train/grad_norm"], metrics["train/lr"]
+    # A gradient that is not finite is not applied.
+    has_moved = math.isfinite(grad_norm) and grad_norm > 0 and lr > 0
+    if publication.num_changed or not has_moved:
+      return
+    found = (
+      f"Version {publication.version} is published with 0 of "
+      f"{len(publication.checksums)} arrays changed, after a step of gradient "
+      f"norm {grad_norm:.3g} at config.trainer.lr {lr:.3g}"
+    )
+    if not self._publishes_rounded and grad_norm > _FAINT_NORM:
+      raise RuntimeError(
+        f"{found}: what is published is not what was trained, or the learning "
+        "rate is too small for any weight to change."
+      )
+    self._num_unchanged += 1
+    logging.warning("%s: the step was too small for any weight.", found)

@@ -1,4 +1,4 @@
-"""A run's measured values are those of its measured steps, worked by hand."""
+"""What runs leave behind gives the values that we work out by hand."""
 
 import json
 
@@ -99,3 +99,54 @@ def test_completions_that_end_by_a_stop_token_are_refused(tmp_path):
   _write(tmp_path, truncated_share=0.9)
   with pytest.raises(ValueError, match="ended by a stop token"):
     _read(tmp_path)
+
+
+def _run(workdir, schedule, round_id, **values):
+  workdir.mkdir(exist_ok=True)
+  return readings.Run(
+    schedule=schedule,
+    round_id=round_id,
+    seed=5 + round_id,
+    workdir=workdir,
+    values={"tokens_per_s": 1.0, "step_s": 1.0, **values},
+  )
+
+
+def test_rounds_are_folded_and_ratios_taken_within_each(tmp_path):
+  # The second round is twice as slow for all; the third has no such excuse.
+  speeds = {"dora": (40.0, 20.0, 60.0), "sync": (20.0, 10.0, 20.0)}
+  runs = [
+    _run(tmp_path, name, r, tokens_per_s=speed, moved=r, lag_max=2 - r)
+    for name, of_rounds in speeds.items()
+    for r, speed in enumerate(of_rounds)
+  ]
+  values = readings.by_schedule(["dora", "sync"], runs)
+  assert values["tokens_per_s/dora"] == 40 and values["tokens_per_s/sync"] == 20
+  assert values["moved/dora"] == 3 and values["lag_max/sync"] == 2
+  assert readings.ratios("dora", "sync", runs) == {
+    "ratio/dora_over_sync": 2.0,
+    "ratio_min/dora_over_sync": 2.0,
+    "ratio_max/dora_over_sync": 3.0,
+  }
+
+
+def test_tail_is_the_longest_completion_of_each_step(tmp_path):
+  _write(tmp_path)
+  runs = [_run(tmp_path, "sync", 0), _run(tmp_path, "dora", 0, step_s=5.0)]
+  lengths = {(5, 2): [1, 2, 30]}
+  # The run of sync generates for 15 s before step 2: half a second a token.
+  assert readings.work(runs, lengths=lengths, decode_step_s=None) == {
+    "length_median": 2,
+    "length_mean": 11,
+    "length_max": 30,
+    "decode_step_s": pytest.approx(0.5),
+    "tail_s": pytest.approx(15.0),
+    "tail_over_step": pytest.approx(3.0),
+  }
+  lengths = {(5, 2): [1, 2, 30], (5, 3): [10]}
+  paced = readings.work(runs[1:], lengths=lengths, decode_step_s=0.1)
+  assert paced["tail_s"] == pytest.approx(2.0)
+  assert paced["tail_over_step"] == pytest.approx(0.4)
+  # Without a pace only sync tells how long a decode step takes.
+  alone = readings.work(runs[1:], lengths=lengths, decode_step_s=None)
+  assert set(alone) == {"length_median", "length_mean", "length_max"}

@@ -69,3 +69,139 @@ def test_the_pool_is_split_over_the_kv_heads():
   for kv_LJOKH in dataclasses.astuple(worker._pool.kv):
     (shard_shape,) = {s.data.shape for s in kv_LJOKH.addressable_shards}
     assert shard_shape[3] * 2 == tiny.CONFIG.num_kv_heads
+
+
+def _uncrowded(requests):
+  """What lanes with pages enough make of them, by version and request."""
+  made = {}
+  for version in {request.version for request in requests}:
+    lane = tiny.make_lane(version, lanes=[(0, 3)], stop_ids=())
+    mine = [request for request in requests if request.version == version]
+    rows = tiny.by_request(tiny.run(lane, mine))
+    made |= {(version, *name): row for name, row in rows.items()}
+  return made
+
+
+def _crowded(*versions, num_pages):
+  """A worker with a lane for each version, and pages for few requests."""
+  worker = tiny.make_worker(
+    lanes=[(version, 3) for version in versions],
+    num_pages=num_pages,
+    stop_ids=(),
+    max_length=40,
+  )
+  for lane in worker.lanes:
+    lane.load(lane.generator_id, tiny.make_params(lane.generator_id))
+  return worker
+
+
+def _finish(worker, finished=()):
+  """Steps until nothing is live; (version, group, member) -> what it made."""
+  made = list(finished)
+  for _ in range(500):
+    if not any(lane.num_live() for lane in worker.lanes):
+      break
+    assert worker.can_advance()
+    for _, trajectories in worker.step():
+      made += trajectories
+  assert not any(lane.num_live() for lane in worker.lanes)
+  assert worker.pages_in_use == 0
+  return {
+    (t.version, t.group_id, t.member): row
+    for t in made
+    for row in tiny.by_request([t]).values()
+  }
+
+
+def test_a_newer_version_makes_room_for_an_older_one():
+  # A request takes 9 pages, of which 2 are its group's; the pool has 25.
+  settings = {"length": 9, "max_new_tokens": 28}
+  older = [
+    tiny.make_request(group_id, version=1, **settings) for group_id in (4, 5)
+  ]
+  newer = [
+    tiny.make_request(6, member, version=2, **settings) for member in range(3)
+  ]
+  # The newer one is the first lane, so that order alone does not help.
+  worker = _crowded(2, 1, num_pages=26)
+  new_lane, old_lane = worker.lanes
+  new_lane.submit(newer)
+  worker.step()
+  assert worker.pages_in_use == 2 + 3 * 7
+  old_lane.submit(older)
+  worker.step()
+  # 9 pages are needed and 2 are free: the last member's 7 make it.
+  assert new_lane.counters.spilled == 1
+  assert old_lane.num_waiting() == 1 and new_lane.num_waiting() == 1
+  worker.step()
+  # The next one needs 9 again. The last of a group gives its pages back too.
+  assert new_lane.counters.spilled == 3 and new_lane.num_waiting() == 3
+  assert old_lane.num_waiting() == 0 and old_lane.counters.spilled == 0
+  made = _finish(worker)
+  assert list(made)[:2] == [(1, 4, 0), (1, 5, 0)]
+  assert made == _uncrowded(older + newer)
+  assert new_lane.counters.spilled == 3
+  assert new_lane.counters.reprefilled_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_crowded_lanes_finish_everything_and_lose_not_a_bit(seed):
+  rng = np.random.default_rng(seed)
+  worker = _crowded(3, 1, 2, num_pages=24)
+  requests = [
+    tiny.make_request(
+      index // 2,
+      index % 2,
+      version=int(rng.integers(1, 4)),
+      length=int(rng.integers(1, 12)),
+      max_new_tokens=int(rng.integers(1, 28)),
+    )
+    for index in range(24)
+  ]
+  lanes = {lane.version: lane for lane in worker.lanes}
+  finished = []
+  for request in requests:
+    lanes[request.version].submit([request])
+    for _, trajectories in worker.step():
+      finished += trajectories
+  assert _finish(worker, finished) == _uncrowded(requests)
+  spilled = [lanes[version].counters.spilled for version in (1, 2, 3)]
+  assert spilled[0] == 0 and sum(spilled) > 0
+  assert not any(lane.counters.reprefilled_tokens for lane in worker.lanes)
+
+
+def test_who_is_evaluated_neither_makes_room_nor_asks_for_it():
+  settings = {"length": 9, "max_new_tokens": 28}
+  worker = _crowded(1, 2, num_pages=12)
+  old_lane, new_lane = worker.lanes
+  evaluated = tiny.make_request(0, version=2, stream=1, **settings)
+  new_lane.submit([evaluated])
+  worker.step()
+  old_lane.submit([tiny.make_request(0, version=1, **settings)])
+  worker.step()
+  assert new_lane.counters.spilled == 0 and old_lane.num_waiting() == 1
+  made = _finish(worker)
+  assert list(made) == [(2, 0, 0), (1, 0, 0)]
+  new_lane.submit([tiny.make_request(0, version=2, **settings)])
+  worker.step()
+  old_lane.submit([tiny.make_request(0, version=1, stream=1, **settings)])
+  worker.step()
+  assert new_lane.counters.spilled == 0 and old_lane.num_waiting() == 1
+  _finish(worker)
+
+
+def test_a_paused_request_keeps_its_pages_while_an_older_one_waits():
+  settings = {"length": 9, "max_new_tokens": 28}
+  worker = _crowded(1, 2, num_pages=12)
+  old_lane, new_lane = worker.lanes
+  new_lane.submit([tiny.make_request(0, version=2, **settings)])
+  worker.step()
+  new_lane.extract([(0, 0)])
+  old_lane.submit([tiny.make_request(1, version=1, **settings)])
+  new_lane.submit([tiny.make_request(2, version=2, length=1)])
+  # Nothing runs, and 2 pages are free, which the newer lane must not take.
+  assert not worker.can_advance()
+  assert worker.step() == [] and new_lane.counters.spilled == 0
+  new_lane.resume([(0, 0)])
+  made = _finish(worker)
+  assert next(iter(made)) == (1, 1, 0) and len(made) == 3

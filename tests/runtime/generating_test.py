@@ -11,7 +11,7 @@ import numpy as np
 from dora_jax import trace
 from dora_jax.model import transformer
 from dora_jax.parallel import axes
-from dora_jax.runtime import canary, generating, part
+from dora_jax.runtime import canary, generating, orders, part
 from dora_jax.weights import store as store_lib
 from tests.generator import tiny
 
@@ -80,28 +80,26 @@ class _World:
       version, holder=_NAMES_OF[generator_id], mesh_id=generator_id // 2
     )
     self.send(
-      generating.LoadOrder(
+      orders.LoadOrder(
         generator_id=generator_id, version=version, carries_live=carries_live
       )
     )
-    return self.wait(generating.Served)
+    return self.wait(orders.Served)
 
   def submit(self, generator_id, requests):
-    self.send(
-      generating.SubmitOrder(generator_id=generator_id, requests=requests)
-    )
+    self.send(orders.SubmitOrder(generator_id=generator_id, requests=requests))
 
   def extract(self, source_id, target_id, requests):
     self.send(
-      generating.ExtractOrder(
+      orders.ExtractOrder(
         generator_id=source_id, target_id=target_id, requests=requests
       )
     )
-    return self.wait(generating.Extracted)
+    return self.wait(orders.Extracted)
 
   def restore(self, extracted, kind):
     self.send(
-      generating.RestoreOrder(
+      orders.RestoreOrder(
         generator_id=extracted.target_id,
         source_id=extracted.source_id,
         parcels=extracted.parcels,
@@ -116,9 +114,9 @@ class _World:
       if isinstance(message, part.Failure):
         raise message.error
       match message:
-        case generating.Sampled():
+        case orders.Sampled():
           self.sampled += message.trajectories
-        case generating.Progress():
+        case orders.Progress():
           self.progress.append(message)
       if isinstance(message, kind):
         return message
@@ -147,31 +145,29 @@ def test_moves_refreshes_and_cancels_by_orders(tmp_path):
     # One of them is for nobody: it is named as missing.
     far = world.extract(0, 2, [*_NAMES[:3], (9, 9)])
     assert far.missing == ((9, 9),) and len(far.parcels) == 3
-    failed = world.restore(far, generating.RestoreFailed)
+    failed = world.restore(far, orders.RestoreFailed)
     assert "serves version None" in str(failed.error)
     assert set(failed.requests) == set(_NAMES[:3])
-    world.send(generating.ResumeOrder(generator_id=0, requests=failed.requests))
+    world.send(orders.ResumeOrder(generator_id=0, requests=failed.requests))
     world.load(2, 0)
     for target_id, names in ((2, _NAMES[:1]), (1, _NAMES[1:2])):
       extracted = world.extract(0, target_id, names)
-      restored = world.restore(extracted, generating.Restored)
+      restored = world.restore(extracted, orders.Restored)
       assert restored.requests == tuple(names)
-      world.send(generating.ForgetOrder(generator_id=0, requests=names))
+      world.send(orders.ForgetOrder(generator_id=0, requests=names))
       taken = sum(parcel.num_kv_tokens for parcel in extracted.parcels)
       assert restored.num_kv_tokens == taken
-    world.send(
-      generating.CancelOrder(generator_id=0, requests=[_NAMES[2], (9, 9)])
-    )
-    cancelled = world.wait(generating.Cancelled)
+    world.send(orders.CancelOrder(generator_id=0, requests=[_NAMES[2], (9, 9)]))
+    cancelled = world.wait(orders.Cancelled)
     assert [c[:2] for c in cancelled.cancelled] == [_NAMES[2]]
     assert cancelled.missing == ((9, 9),)
     served = world.load(0, 1, carries_live=True)
     assert (served.generator_id, served.version) == (0, 1)
     while len(world.sampled) < 3:
-      world.wait(generating.Sampled)
+      world.wait(orders.Sampled)
     # Version 0 is on two generators still, and on no third.
-    world.send(generating.UnloadOrder(generator_id=1))
-    world.send(generating.UnloadOrder(generator_id=2))
+    world.send(orders.UnloadOrder(generator_id=1))
+    world.send(orders.UnloadOrder(generator_id=2))
   lanes = [lane for each in world.parts for lane in each.worker.lanes]
   assert not any(lane.num_live() for lane in lanes)
   assert not any(each.worker.pages_in_use for each in world.parts)

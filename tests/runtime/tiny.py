@@ -1,11 +1,20 @@
 """A run so small that a test can make several of them."""
 
+import dataclasses
+import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from configs import common
 from dora_jax import config as config_lib
 from dora_jax import main
+from dora_jax.coordinator import coordinator as coordinator_lib
+from dora_jax.generator import slot_batch
+from dora_jax.runtime import build, executing
 
 
 def config(**changes: Any):
@@ -47,5 +56,66 @@ def config(**changes: Any):
 
 def run(made, workdir: pathlib.Path) -> int:
   """Runs a config in this process; returns the exit status."""
-  config_lib.validate(made, num_devices=8)
+  config_lib.validate(made, num_devices=len(jax.devices()))
   return main.run(made, workdir, command="test")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran:
+  """What is left of a run that has ended.
+
+  Attributes:
+    reason: why it ended.
+    broken: the promises that it broke.
+    summary: what it wrote into summary.json.
+    params: the trainer's, on the host.
+    counters: of each lane but the evaluation's.
+    coordinator: as it was at the end.
+  """
+
+  reason: str
+  broken: Sequence[str]
+  summary: dict[str, float]
+  params: Any
+  counters: Sequence[slot_batch.Counters]
+  coordinator: coordinator_lib.Coordinator
+
+  @property
+  def num_decoded(self) -> int:
+    """Tokens that its generators have sampled for training."""
+    return sum(counters.decoded_tokens for counters in self.counters)
+
+
+def run_and_keep(
+  made,
+  workdir: pathlib.Path,
+  *,
+  follow: pathlib.Path | None = None,
+  completion_limit: executing.CompletionLimit | None = None,
+) -> Ran:
+  """Runs a config as `main.run` does, without checkpoints."""
+  config_lib.validate(made, num_devices=len(jax.devices()))
+  with build.build(
+    made, workdir, follow=follow, completion_limit=completion_limit
+  ) as built:
+    built.trainer_part.publish()
+    reason = built.runtime.run()
+    broken = built.results.summarise(extra={}, command="test")
+    params = jax.device_get(built.trainer.params())
+  lanes = [lane for each in built.generator_parts for lane in each.worker.lanes]
+  evaluation_id = max(lane.generator_id for lane in lanes)
+  return Ran(
+    reason=reason,
+    broken=broken,
+    summary=json.loads((workdir / "summary.json").read_text()),
+    params=params,
+    counters=[
+      lane.counters for lane in lanes if lane.generator_id != evaluation_id
+    ],
+    coordinator=built.runtime._coordinator,
+  )
+
+
+def assert_same_params(left, right) -> None:
+  """All arrays of two runs' params are equal, bit for bit."""
+  jax.tree.map(np.testing.assert_array_equal, left, right)

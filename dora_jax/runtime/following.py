@@ -1,0 +1,82 @@
+"""Opens the record of another run, for a run that is to follow it."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dora_jax.runtime import pieces, record
+
+Config = Any
+
+# What changes neither a token nor a recorded decision: where things are, how
+# fast they are, how much memory they have, what is measured and kept beside.
+_FREE = (
+  "checkpoint",
+  "evaluation",
+  "generator.num_pages",
+  "runtime",
+  "mesh.host_devices",
+  "model.folder",
+  "task.heldout_path",
+  "task.path",
+  "task.reward_timeout_s",
+  "task.reward_workers",
+  "tokenizer.folder",
+)
+
+
+def header(config: Config) -> dict[str, Any]:
+  """What the record of a run says of the run: its config, JSON-able."""
+  return json.loads(json.dumps(config.to_dict(), default=list))
+
+
+def open_record(
+  config: Config, workdir: pathlib.Path, path: pathlib.Path
+) -> record.ReplayGate:
+  """Opens a record for a run of this config to follow.
+
+  Raises:
+    ValueError: the run cannot follow it: it would overwrite it, mixes versions,
+      or has another config.
+  """
+  if path.resolve() == (workdir / record.FILE_NAME).resolve():
+    raise ValueError(
+      f"--replay={path} is where this run would write its own record: give "
+      "another --workdir."
+    )
+  if pieces.make_schedule(config).mixes_versions:
+    raise ValueError(
+      f"--replay cannot follow config.coordinator.schedule "
+      f"{config.coordinator.schedule!r}: at which token a live request takes a "
+      "new version is not recorded."
+    )
+  recorded, events = record.read_events(path)
+  differing = list(_differing(header(config), recorded))
+  if differing:
+    raise ValueError(
+      f"--replay={path} records a run of another config: {differing[0]}"
+      + (f", and {len(differing) - 1} more fields" if differing[1:] else "")
+      + ". A run follows only a record of its own config."
+    )
+  return record.ReplayGate(events)
+
+
+def _differing(here: Mapping, recorded: Mapping) -> Iterator[str]:
+  """The fields that decide, and are not the same in both."""
+  ours, theirs = dict(_leaves(here)), dict(_leaves(recorded))
+  for name in sorted(ours.keys() | theirs.keys()):
+    is_free = name in _FREE or name.split(".")[0] in _FREE
+    if not is_free and ours.get(name) != theirs.get(name):
+      yield (
+        f"config.{name} is {ours.get(name)!r}, but {theirs.get(name)!r} there"
+      )
+
+
+def _leaves(values: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
+  """Each field by its whole name."""
+  for name, value in values.items():
+    if isinstance(value, Mapping):
+      yield from _leaves(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value

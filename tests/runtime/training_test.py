@@ -1,0 +1,48 @@
+"""A step whose weights do not reach the generators is not passed over."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dora_jax.runtime import build, local
+from tests.runtime import tiny
+
+
+def _config(**changes) -> Any:
+  return tiny.config(
+    task__reward="tests.runtime.tiny_rewards:digits",
+    evaluation__num_prompts=0,
+    **changes,
+  )
+
+
+def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
+  with build.build(_config(), tmp_path) as made:
+    # As if each publish took the weights of the beginning.
+    first = jax.tree.map(jnp.copy, made.trainer.params())
+    trainer: Any = made.trainer
+    trainer.params = lambda: first
+    made.trainer_part.publish()
+    with pytest.raises(
+      local.PartFailed,
+      match=r"trainer failed: .*Version 1 .* 0 of 11 arrays changed, after a "
+      r"step of gradient norm [\d.]+ at config.trainer.lr 0.01: what is",
+    ):
+      made.runtime.run()
+
+
+def test_steps_that_are_rounded_off_are_counted(tmp_path):
+  config = _config(
+    generator__dtype="bfloat16",
+    model__compute_dtype="bfloat16",
+    runtime__canary_tolerance=1.0,
+    trainer__lr=1e-12,
+  )
+  assert tiny.run_and_keep(config, tmp_path).broken == []
+  lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  steps = [json.loads(line) for line in lines]
+  assert [step["weights/unchanged"] for step in steps] == [1, 2, 3]
+  assert [step["weights/arrays_changed"] for step in steps] == [0, 0, 0]
