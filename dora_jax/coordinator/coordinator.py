@@ -351,8 +351,8 @@ class Coordinator:
     if self._is_stopping is not None:
       self.stop_reason = self._is_stopping
       self.ledger.abandon("stopped")
-    elif self._placement.cancelling:
-      return []  # Their tokens are still to be accounted for.
+    elif self._placement.cancelling or self._placement.in_transit:
+      return []  # What they have to report is still to be accounted for.
     elif view.newest_version == self._num_steps:
       self.stop_reason = "finished"
     elif not view.num_left_to_start and not (
