@@ -53,9 +53,10 @@ class Progress:
   Attributes:
     generator_id: the generator.
     num_sampled: tokens that it has sampled since it joined.
-    num_kv_tokens: token positions that its live requests hold.
-    num_waiting: requests that wait for pages.
-    pages_used: pages of its mesh that are held.
+    num_kv_tokens: positions whose KV its live requests hold.
+    num_waiting: live requests without a slot; as none gets more than it has
+      slots, they wait for pages.
+    pages_used: pages of its mesh that are held, by whichever lane.
     num_pages: pages of its mesh.
   """
 

@@ -170,10 +170,6 @@ class Fleet:
     """Those that could take another version at once."""
     return [self._views[generator_id] for generator_id in self._idle]
 
-  def has_idle(self) -> bool:
-    """Whether there is any of them."""
-    return bool(self._idle)
-
   def num_free(self, version: int) -> int:
     """Free slots of generators that serve a version."""
     return self._free.get(version, 0)

@@ -7,6 +7,7 @@ import jax
 from absl import logging
 
 from dora_jax import interfaces, trace
+from dora_jax.coordinator import events as ev
 from dora_jax.generator import worker as worker_lib
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import orders, part, slices
@@ -222,9 +223,9 @@ class GeneratorPart(part.Part):
         self._said_s[generator_id] = end_s
         self._post(self._progress(generator_id))
 
-  def _progress(self, generator_id: int) -> orders.Progress:
+  def _progress(self, generator_id: int) -> ev.Progress:
     lane = self._lanes[generator_id]
-    return orders.Progress(
+    return ev.Progress(
       generator_id=generator_id,
       num_sampled=lane.counters.decoded_tokens,
       num_kv_tokens=lane.live_tokens(),

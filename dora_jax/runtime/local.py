@@ -158,8 +158,9 @@ class LocalRuntime:
         self._hear_sampled(message)
       case orders.Served():
         self._hear_served(message)
-      case orders.Progress():
-        self._hear_progress(message)
+      case ev.Progress():
+        if message.generator_id != self._parts.evaluation_id:
+          self._feed(message)
       case orders.Extracted():
         moved = self._executor.pass_on(message)
         if moved is not None:
@@ -210,19 +211,6 @@ class LocalRuntime:
           generator_id=message.generator_id,
           version=message.version,
           num_reprefilled=message.num_reprefilled,
-        )
-      )
-
-  def _hear_progress(self, message: orders.Progress) -> None:
-    if message.generator_id != self._parts.evaluation_id:
-      self._feed(
-        ev.Progress(
-          generator_id=message.generator_id,
-          num_sampled=message.num_sampled,
-          num_kv_tokens=message.num_kv_tokens,
-          num_waiting=message.num_waiting,
-          pages_used=message.pages_used,
-          num_pages=message.num_pages,
         )
       )
 

@@ -153,24 +153,3 @@ class Cancelled:
   generator_id: int
   cancelled: tuple[tuple[int, int, int], ...]
   missing: tuple[Name, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-  """How far a generator is.
-
-  Attributes:
-    generator_id: the generator.
-    num_sampled: tokens that it has sampled since it was made.
-    num_kv_tokens: positions whose KV its live requests hold.
-    num_waiting: live requests that have no slot.
-    pages_used: pages of its mesh that are held, by whichever lane.
-    num_pages: pages of its mesh.
-  """
-
-  generator_id: int
-  num_sampled: int
-  num_kv_tokens: int
-  num_waiting: int
-  pages_used: int
-  num_pages: int

@@ -120,10 +120,9 @@ def test_runs_with_many_moves_end_too(rng, pace, lanes_per_mesh, evict):
   check_the_end(world)
 
 
-@pytest.mark.parametrize("schedule", registry.NAMES)
-@pytest.mark.parametrize("num_groups", [1, 3, 4, 5, 8, 9])
-def test_rewards_that_all_fail_end_the_run_with_the_data(schedule, num_groups):
-  world = world_lib.World(
+def small(schedule: str, num_groups: int, **options) -> world_lib.World:
+  """Batches of 4 groups, with data for fewer than the run's 8 steps."""
+  return world_lib.World(
     schedule=schedule,
     max_staleness=2,
     prompts_per_batch=4,
@@ -131,8 +130,14 @@ def test_rewards_that_all_fail_end_the_run_with_the_data(schedule, num_groups):
     num_steps=8,
     slots=[2, 3],
     num_groups=num_groups,
-    fails=lambda group_id, member: True,
+    **options,
   )
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+@pytest.mark.parametrize("num_groups", [1, 3, 4, 5, 8, 9])
+def test_rewards_that_all_fail_end_the_run_with_the_data(schedule, num_groups):
+  world = small(schedule, num_groups, fails=lambda group_id, member: True)
   world.run(itertools.repeat(0))
   assert world.stop == "data_exhausted" and not world.batches
   assert world.dropped == dict.fromkeys(range(num_groups), "reward")
@@ -141,15 +146,7 @@ def test_rewards_that_all_fail_end_the_run_with_the_data(schedule, num_groups):
 @pytest.mark.parametrize("schedule", registry.NAMES)
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 5, 8, 9])
 def test_data_of_any_size_is_trained_to_its_end(schedule, num_groups):
-  world = world_lib.World(
-    schedule=schedule,
-    max_staleness=2,
-    prompts_per_batch=4,
-    group_size=2,
-    num_steps=8,
-    slots=[2, 3],
-    num_groups=num_groups,
-  )
+  world = small(schedule, num_groups)
   world.run(itertools.repeat(0))
   assert world.stop == "data_exhausted"
   num_trained = sum(len(batch) for batch in world.batches)

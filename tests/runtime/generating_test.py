@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import trace
+from dora_jax.coordinator import events as ev
 from dora_jax.model import transformer
 from dora_jax.parallel import axes
 from dora_jax.runtime import canary, generating, orders, part
@@ -116,7 +117,7 @@ class _World:
       match message:
         case orders.Sampled():
           self.sampled += message.trajectories
-        case orders.Progress():
+        case ev.Progress():
           self.progress.append(message)
       if isinstance(message, kind):
         return message

@@ -108,3 +108,10 @@ class Schedule:
       waited_s: how long the trainer stood idle before it.
       step_s: how long the step before it took; 0.0 for the first.
     """
+
+
+def whole_batch(view: View) -> list[int]:
+  """All ready groups, once nothing is open and they make a batch."""
+  if view.ledger.open or len(view.ledger.ready) < view.batch_size:
+    return []
+  return [group_id for _, group_id in view.ledger.ready]

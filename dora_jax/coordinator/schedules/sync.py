@@ -18,6 +18,4 @@ class Sync(base.Schedule):
 
   def batch(self, view: base.View) -> list[int]:
     """The whole batch, once its last member is scored."""
-    if view.ledger.open or len(view.ledger.ready) < view.batch_size:
-      return []
-    return [group_id for _, group_id in view.ledger.ready]
+    return base.whole_batch(view)
