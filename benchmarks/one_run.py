@@ -48,7 +48,8 @@ _FIXED_RBS = {
 }
 _QUICK_TRAINER = {f"{_PACE_PREFIX}train_step_s": 0.1}
 _FOUR = {
-  **_DORA,
+  # With the fixed RBS, for automatic RBS does not fill.
+  **_FIXED_RBS,
   **_QUICK_TRAINER,
   "mesh.host_devices": 5,
   "mesh.num_generators": 4,

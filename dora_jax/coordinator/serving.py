@@ -157,13 +157,27 @@ class Serving:
       room = min(self._schedule.room(view, version), view.num_left_to_start)
       if room <= 0 or not self._may_fill(version):
         continue
-      while room > 0 and self._fleet.num_free(version):
+      while room > 0 and self._has_seats(version):
         group = self._ledger.start(version)
         commands += self._placement.seat(group, version=version, now_s=now_s)
         room -= 1
         view.num_left_to_start -= 1
     self.must_release = self.must_release or bool(commands)
     return commands
+
+  def _has_seats(self, version: int) -> bool:
+    """Whether a group may start for the slots that are free.
+
+    Members without a slot wait for one of their version, and keep a generator
+    from the next version for as long as they then run: so where generators
+    change one by one, a group starts when all of it can. Half of a generator is
+    enough, lest groups as large as it wait until it is empty.
+    """
+    emptiest = self._fleet.emptiest(version)
+    if emptiest is None or not self._schedule.balances:
+      return emptiest is not None
+    needed = min(self._ledger.group_size, max(1, emptiest.num_slots // 2))
+    return self._fleet.num_free(version) >= needed
 
   def _may_fill(self, version: int) -> bool:
     """Whether a version may take new groups.
@@ -176,10 +190,10 @@ class Serving:
     newest_version = self._view.newest_version
     if version == newest_version or not self._schedule.balances:
       return True
-    if not self._balancer.settings.filling:
-      return False
     if not self._fleet.is_served(newest_version):
-      return True
+      return self._balancer.settings.filling
+    if not (self._balancer.settings.filling and self._schedule.fills):
+      return False
     return version > min(self._ledger.num_unfinished, default=version)
 
   def release(self) -> list[ev.Command]:

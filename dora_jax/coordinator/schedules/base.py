@@ -67,6 +67,8 @@ class Schedule:
     name: by which a config chooses it.
     max_staleness: K, the largest lag with which it trains a group.
     balances: whether generators are shared out among versions (Algorithm 1).
+    fills: whether legacy generators may then take new groups of their version,
+      although others serve the newest.
     mixes_versions: whether live requests take each new version, so that a
       trajectory may hold tokens of several (against C1).
     drops_groups: whether it gives up groups that have started (against C2).
@@ -75,6 +77,7 @@ class Schedule:
   name: ClassVar[str]
   max_staleness: int
   balances: ClassVar[bool] = False
+  fills: bool = False
   mixes_versions: ClassVar[bool] = False
   drops_groups: ClassVar[bool] = False
 

@@ -19,7 +19,8 @@ class Dora(base.Schedule):
   keeps the trainer fed, since more would only be older when it is trained: with
   `rollout_groups` None ("auto" in a config) the aim grows after a step that the
   trainer had to wait for, by what would have filled the wait, and shrinks where
-  in several steps groups were left over.
+  in several steps groups were left over. Nor does it then fill legacy
+  generators: what starts with an old version is old before it is done.
 
   Attributes:
     max_staleness: K.
@@ -39,6 +40,7 @@ class Dora(base.Schedule):
     self._prompts_per_batch = options.prompts_per_batch
     self._rollout_groups = options.rollout_groups
     self._evict = options.evict
+    self.fills = self._rollout_groups is not None
     self.target = min(2, self.max_staleness + 1) * self._prompts_per_batch
     self._left_over: list[int] = []
 
