@@ -70,7 +70,10 @@ _WRONG = [
     ["max_length is 64", "at least 65", "max_prompt_tokens 32", "33"],
   ),
   ({"trainer__row_length": 63}, ["row_length is 63", "max_length, 64"]),
-  ({"generator__num_pages": 3}, ["num_pages is 3", "at least 4"]),
+  (
+    {"generator__num_pages": 3, "generator__page_size": 16},
+    ["num_pages is 3", "at least 4"],
+  ),
   ({"generator__temperature": 0.0}, ["temperature is 0.0", "above 0"]),
   ({"trainer__lr": float("nan")}, ["lr is nan", "above 0"]),
   ({"evaluation__num_prompts": 4}, ["num_prompts is 4", "num_heldout, 0"]),

@@ -17,7 +17,11 @@ from jaxtyping import Float, Int
 
 from dora_jax import interfaces
 from dora_jax.generator import kv_pool, pages, verbs
+from dora_jax.generator.attention import base
 from dora_jax.model import transformer
+
+# The shortest prompts that prefill is compiled for.
+_BUCKET_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,21 +68,26 @@ class _Compiled:
 def _compile(
   mesh: Mesh,
   config: transformer.ModelConfig,
+  paged: base.PagedAttention,
   chunk_steps: int,
   stop_ids: tuple[int, ...],
 ) -> _Compiled:
   """Jits the verbs once for all engines that are made alike."""
   everywhere = NamedSharding(mesh, PartitionSpec())
-  split = kv_pool.pool_sharding(mesh)
+  split = paged.sharding(mesh)
   decode = functools.partial(
-    verbs.decode, config=config, chunk_steps=chunk_steps, stop_ids=stop_ids
+    verbs.decode,
+    config=config,
+    paged=paged,
+    chunk_steps=chunk_steps,
+    stop_ids=stop_ids,
   )
   return _Compiled(
     create_slots=jax.jit(
       verbs.create_slots, static_argnums=(0, 1), out_shardings=everywhere
     ),
     prefill=jax.jit(
-      functools.partial(verbs.prefill, config=config),
+      functools.partial(verbs.prefill, config=config, paged=paged),
       donate_argnames="pool",
       out_shardings=split,
     ),
@@ -116,6 +125,7 @@ class Engine:
     *,
     mesh: Mesh,
     config: transformer.ModelConfig,
+    paged: base.PagedAttention,
     page_size: int,
     max_length: int,
     chunk_steps: int,
@@ -124,20 +134,22 @@ class Engine:
   ):
     self.page_size = page_size
     self._max_length = max_length
-    self._tile_pages = kv_pool.num_tile_pages(page_size)
-    num_tiles = pages.num_pages_for(max_length, self._tile_pages * page_size)
-    self._table_width = num_tiles * self._tile_pages
+    self._bucket_pages = max(_BUCKET_TOKENS // page_size, 1)
+    num_buckets = pages.num_pages_for(
+      max_length, self._bucket_pages * page_size
+    )
+    self._table_width = num_buckets * self._bucket_pages
     self._everywhere = NamedSharding(mesh, PartitionSpec())
-    self._split = kv_pool.pool_sharding(mesh)
+    self._split = paged.sharding(mesh)
     self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
-    self._compiled = _compile(mesh, config, chunk_steps, tuple(stop_ids))
+    self._compiled = _compile(mesh, config, paged, chunk_steps, tuple(stop_ids))
 
   def bucket_pages(self, num_tokens: int) -> int:
-    """Pages to pad so many tokens to: 1, 2, 4, ... tiles, or a whole table."""
-    num_tiles = pages.num_pages_for(
-      num_tokens, self._tile_pages * self.page_size
+    """Pages to pad so many tokens to: 64, 128, ... tokens, or a whole table."""
+    num_buckets = pages.num_pages_for(
+      num_tokens, self._bucket_pages * self.page_size
     )
-    bucket = self._tile_pages << max(num_tiles - 1, 0).bit_length()
+    bucket = self._bucket_pages << max(num_buckets - 1, 0).bit_length()
     return min(bucket, self._table_width)
 
   def serve(self, version: int, params: interfaces.Params) -> verbs.Served:
@@ -254,7 +266,7 @@ class Engine:
     Returns:
       The pool with those pages written.
     """
-    page_ids_C = np.full(carried.key_LJOKH.shape[1], pages.TRASH_PAGE, np.int32)
+    page_ids_C = np.full(carried.keys.shape[1], pages.TRASH_PAGE, np.int32)
     page_ids_C[: len(page_ids)] = page_ids
     page_ids_C = jax.device_put(page_ids_C, self._everywhere)
     return self._compiled.write_pages(pool, self.carry(carried), page_ids_C)

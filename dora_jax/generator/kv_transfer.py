@@ -110,28 +110,28 @@ def check_parcels(
         f"{request.max_new_tokens}: a finished request does not move."
       )
     if parcel.kv is not None:
-      _check_kv(parcel, parcel.kv, pool.kv, name)
+      _check_kv(parcel, parcel.kv, pool, name)
     if parcel.claim is not None:
       _check_claim(parcel.claim, pool.allocator, name)
 
 
 def _check_kv(
-  parcel: Parcel, kv: kv_pool.KvPool, pool: kv_pool.KvPool, name: str
+  parcel: Parcel, kv: kv_pool.KvPool, pool: kv_pool.SharedPool, name: str
 ) -> None:
   """Raises where carried pages are not of the pool's form, or too few."""
-  num_layers, num_carried, *page = kv.key_LJOKH.shape
-  found = (num_layers, *page, np.dtype(kv.key_LJOKH.dtype).name)
-  num_layers, _, *page = pool.key_LJOKH.shape
-  needed = (num_layers, *page, np.dtype(pool.key_LJOKH.dtype).name)
+  num_layers, num_carried, *page = kv.keys.shape
+  found = (num_layers, *page, np.dtype(kv.keys.dtype).name)
+  num_layers, _, *page = pool.kv.keys.shape
+  needed = (num_layers, *page, np.dtype(pool.kv.keys.dtype).name)
   if found != needed:
     raise ValueError(
-      f"{name} brings KV of (layers, page size, heads, width, dtype) {found}; "
+      f"{name} brings KV of (layers, keys of a page, dtype) {found}; "
       f"needed is {needed}: all generators of a run take one config.generator."
     )
-  if num_carried * page[0] < parcel.position:
+  if num_carried * pool.page_size < parcel.position:
     raise ValueError(
-      f"{name} brings {num_carried} pages of {page[0]} positions; needed are "
-      f"{parcel.position} positions."
+      f"{name} brings {num_carried} pages of {pool.page_size} positions; "
+      f"needed are {parcel.position} positions."
     )
 
 

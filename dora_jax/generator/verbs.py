@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dora_jax import interfaces
 from dora_jax.generator import kv_pool, sampling
+from dora_jax.generator.attention import base
 from dora_jax.model import attention, transformer
 
 
@@ -130,6 +131,7 @@ def prefill(
   num_prompts: Int[Array, ""],
   *,
   config: transformer.ModelConfig,
+  paged: base.PagedAttention,
 ) -> kv_pool.KvPool:
   """Writes the KV of the first num_prompts rows into their pages.
 
@@ -140,9 +142,7 @@ def prefill(
 
   def prefill_row(row, pool):
     is_real_BT = positions_BT < length_P[row]
-    attend = kv_pool.prefill_attention(
-      is_real_BT.astype(jnp.int32), page_ids_PC[row]
-    )
+    attend = paged.prefill(is_real_BT.astype(jnp.int32), page_ids_PC[row])
     _, pool = transformer.forward(
       params,
       config,
@@ -195,6 +195,7 @@ def decode(
   slots: Slots,
   *,
   config: transformer.ModelConfig,
+  paged: base.PagedAttention,
   chunk_steps: int,
   stop_ids: tuple[int, ...],
 ) -> tuple[kv_pool.KvPool, Slots, Chunk]:
@@ -218,7 +219,7 @@ def decode(
   def decode_step(carry):
     step, pool, slots, chunk = carry
     pool, tokens_B, logprobs_B = _draw_tokens(
-      served.params, pool, slots, config
+      served.params, pool, slots, config, paged
     )
     drawn = Chunk(
       token_TB=tokens_B,
@@ -239,9 +240,10 @@ def _draw_tokens(
   pool: kv_pool.KvPool,
   slots: Slots,
   config: transformer.ModelConfig,
+  paged: base.PagedAttention,
 ) -> tuple[kv_pool.KvPool, Int[Array, "B"], Float[Array, "B"]]:
   """Feeds each slot's token and draws the one after it."""
-  attend = kv_pool.decode_attention(
+  attend = paged.decode(
     slots.page_table_BC, slots.position_B, slots.is_active_B
   )
   hidden_BTD, pool = transformer.forward(

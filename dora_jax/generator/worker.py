@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from dora_jax import types
 from dora_jax.generator import checks, kv_pool, lane, pages
 from dora_jax.generator import engine as engine_lib
+from dora_jax.generator.attention import base
 from dora_jax.model import transformer
 
 
@@ -25,6 +26,7 @@ class MeshWorker:
     *,
     mesh: Mesh,
     config: transformer.ModelConfig,
+    paged: base.PagedAttention,
     lanes: Sequence[tuple[int, int]],
     page_size: int,
     num_pages: int | None = None,
@@ -39,6 +41,7 @@ class MeshWorker:
     Args:
       mesh: devices, with the one axis "tensor".
       config: sizes of the model.
+      paged: how to attend over pages.
       lanes: (generator_id, num_slots) of each.
       page_size: token positions of a page.
       num_pages: pages of the pool, the trash page included; None makes enough
@@ -68,7 +71,7 @@ class MeshWorker:
         "config.generator.num_pages."
       )
     self._pool = kv_pool.SharedPool(
-      kv=kv_pool.create_pool(
+      kv=paged.create_pool(
         config,
         mesh=mesh,
         num_pages=num_pages,
@@ -76,10 +79,12 @@ class MeshWorker:
         dtype=dtype,
       ),
       allocator=pages.PageAllocator(num_pages),
+      page_size=page_size,
     )
     self.engine = engine_lib.Engine(
       mesh=mesh,
       config=config,
+      paged=paged,
       page_size=page_size,
       max_length=max_length,
       chunk_steps=chunk_steps,

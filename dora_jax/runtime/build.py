@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from dora_jax import checkpoint, trace
 from dora_jax.generator import worker as worker_lib
+from dora_jax.generator.attention import choice
 from dora_jax.model import transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
@@ -242,6 +243,7 @@ def _build_workers(
       worker_lib.MeshWorker(
         mesh=mesh,
         config=shape,
+        paged=choice.choose(generator.attention, mesh),
         lanes=[(generator_id, generator.slots) for generator_id in ids],
         page_size=generator.page_size,
         num_pages=generator.num_pages or None,

@@ -11,7 +11,7 @@ from tests.generator import tiny
 
 @functools.cache
 def _requests() -> tuple[types.Request, ...]:
-  """All that may go wrong by one: pages of 4 and 16, tiles of 64, one token."""
+  """All that may go wrong by one: pages of 4 and 16, rows of 64, one token."""
   lengths = [1, 2, 3, 4, 5, 15, 16, 17, 18, 60, 63, 64, 65, 66, 90]
   temperatures = [0.0, 0.6, 1.0, 1.5]
   singles = [
@@ -113,8 +113,8 @@ def test_the_company_and_the_order_of_arrival_change_not_a_bit():
   assert tiny.by_request(finished + tiny.run(lane)) == _fast()
 
 
-def test_chunks_and_pages_change_not_a_bit():
-  lane = tiny.make_lane(chunk_steps=8, page_size=16)
+def test_the_size_of_chunks_changes_not_a_bit():
+  lane = tiny.make_lane(chunk_steps=8)
   assert tiny.by_request(tiny.run(lane, _requests())) == _fast()
 
 

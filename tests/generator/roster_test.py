@@ -28,9 +28,14 @@ def _kv(lane, live, num_tokens):
   """KV of the first positions of a live request, on the host."""
   num_pages = pages.num_pages_for(num_tokens, 4)
   page_ids = list(live.claim.page_ids[:num_pages])
+  kv = lane._pool.kv
+  by_position = [
+    np.asarray(kv.keys)[:, page_ids].transpose(0, 1, 4, 2, 3),
+    np.asarray(kv.values)[:, page_ids].transpose(0, 1, 3, 2, 4),
+  ]
   return [
-    np.asarray(kv)[:, page_ids].reshape(2, num_pages * 4, 2, 8)[:, :num_tokens]
-    for kv in dataclasses.astuple(lane._pool.kv)
+    pages_LCOKH.reshape(2, num_pages * 4, 2, 8)[:, :num_tokens]
+    for pages_LCOKH in by_position
   ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from dora_jax import types
 from dora_jax.generator import lane, sampling, worker
+from dora_jax.generator.attention import xla
 from dora_jax.model import attention, transformer
 from dora_jax.parallel import axes
 
@@ -57,6 +58,7 @@ def make_worker(**changes) -> worker.MeshWorker:
   settings = {
     "mesh": make_mesh(tensor, first),
     "config": CONFIG,
+    "paged": xla.XlaAttention(),
     "lanes": [(0, 4)],
     "page_size": 4,
     "max_length": MAX_LENGTH,

@@ -66,9 +66,9 @@ def test_settings_that_cannot_work_are_refused(changes, message):
 
 def test_the_pool_is_split_over_the_kv_heads():
   worker = tiny.make_worker(tensor=2)
-  for kv_LJOKH in dataclasses.astuple(worker._pool.kv):
-    (shard_shape,) = {s.data.shape for s in kv_LJOKH.addressable_shards}
-    assert shard_shape[3] * 2 == tiny.CONFIG.num_kv_heads
+  for kv in dataclasses.astuple(worker._pool.kv):
+    (shard_shape,) = {s.data.shape for s in kv.addressable_shards}
+    assert shard_shape[2] * 2 == tiny.CONFIG.num_kv_heads
 
 
 def _uncrowded(requests):

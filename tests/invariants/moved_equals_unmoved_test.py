@@ -101,7 +101,7 @@ def test_a_failed_move_changes_nothing():
   finished = source.step()
   for target, message in (
     (other, r"KV of version 0 but generator 6 serves version 1"),
-    (large, r"page size.*\(2, 4, .*needed is \(2, 8, "),
+    (large, r"\(2, 2, 8, 4, .*needed is \(2, 2, 8, 8, "),
   ):
     parcels = source.extract(_NAMES)
     assert source.step() == [] and not source.can_advance()
@@ -193,7 +193,7 @@ def test_what_is_packed_on_the_host_moves_too():
   finished = source.step()
   source.spill(_NAMES)
   parcels = source.extract(_NAMES)
-  assert all(isinstance(p.kv.key_LJOKH, np.ndarray) for p in parcels if p.kv)
+  assert all(isinstance(p.kv.keys, np.ndarray) for p in parcels if p.kv)
   target.restore(parcels)
   source.forget(_NAMES)
   finished += tiny.run(target)
@@ -205,7 +205,7 @@ def test_a_parcel_outlives_what_happens_at_its_source():
   source.submit(_REQUESTS)
   finished = source.step()
   parcels = source.extract(_NAMES)
-  assert all(isinstance(p.kv.key_LJOKH, jax.Array) for p in parcels if p.kv)
+  assert all(isinstance(p.kv.keys, jax.Array) for p in parcels if p.kv)
   source.forget(_NAMES)
   # Others take the pages before the parcels arrive.
   tiny.run(source, _REQUESTS)

@@ -153,7 +153,8 @@ def test_the_decisions_of_a_record_replay_without_a_run(recorded):
   assert coordinator.snapshot() == first.coordinator.snapshot()
   trains = [c for step in commands for c in step if isinstance(c, ev.Train)]
   assert [train.step for train in trains] == list(range(16))
-  assert seconds < 1.0
+  # Without model and clocks a record is over long before its run.
+  assert seconds < first.summary["seconds"]
 
 
 @pytest.mark.parametrize(

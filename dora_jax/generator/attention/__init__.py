@@ -1,0 +1,1 @@
+"""Attention over the pages of a KV pool, one module a kind of device."""
