@@ -20,6 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dora_jax.generator import truncation
 
+# For the blocks to be shared by; a power of 2.
+_MOST_DEVICES = 8
+_LEAST_WIDTH = 16
+
 _Gaps = Callable[[Float[Array, "B N"]], Float[Array, "B N"]]
 
 
@@ -192,8 +196,7 @@ def _invert(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
   """A token a row, as likely as its weight, of those with gaps up to a widest.
 
-  Blocks hold about the square root of the vocabulary, and the weights are read
-  once, to sum them up in blocks.
+  The weights are read once, to sum them up in blocks.
 
   Returns:
     Tokens, and the weight of all that could have been drawn.
@@ -205,7 +208,7 @@ def _invert(
     return jnp.where(gap_BN > widest_B[:, None], 0.0, jnp.exp(-gap_BN))
 
   num_rows, num_tokens = logits_BV.shape
-  width = 1 << ((num_tokens - 1).bit_length() + 1) // 2
+  width = _block_width(num_tokens)
   num_blocks = -(-num_tokens // width)
   fill = num_blocks * width - num_tokens
   weight_BV = jnp.pad(weigh(logits_BV), ((0, 0), (0, fill)))
@@ -217,6 +220,20 @@ def _invert(
   weight_BN = jnp.where(token_BN < num_tokens, weight_BN, 0.0)
   index_B, _ = _pick(weight_BN, uniform_B2[:, 1])
   return block_B * width + index_B, kept_B
+
+
+def _block_width(num_tokens: int) -> int:
+  """Tokens of a block: about the square root of the vocabulary, if that suits.
+
+  Devices share the vocabulary evenly. If they cannot share the blocks evenly,
+  each gathers all weights before it sums them up: smaller blocks are better.
+  """
+  width = 1 << ((num_tokens - 1).bit_length() + 1) // 2
+  share, left = divmod(num_tokens, _MOST_DEVICES)
+  even = share & -share  # the largest power of 2 in it
+  if left or even < _LEAST_WIDTH:
+    return width
+  return min(width, even)
 
 
 def _pick(

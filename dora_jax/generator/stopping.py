@@ -101,16 +101,19 @@ def _repetition_end(
   tokens: Int[np.ndarray, "T"], num_new: int, longest: int, times: int
 ) -> int:
   """New tokens up to the first that completes one; else one too many."""
-  num_tokens = len(tokens)
+  num_old = len(tokens) - num_new
   # No token id is negative, so what lies before the first equals none.
   padded = np.concatenate([np.full(longest, -1, tokens.dtype), tokens])
-  # Column n - 1: whether a token is that of n before it.
-  before_TN = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)
-  is_same_TN = before_TN[:, -2::-1] == before_TN[:, -1:]
-  index_T1 = np.arange(num_tokens)[:, None]
+  length_N = np.arange(1, longest + 1)
+  # A streak that ends at a new token and is not shorter than they are many has
+  # the first of them: this leaves few lengths to look at.
+  is_short_N = length_N * (times - 1) < num_new
+  continues_N = padded[longest + num_old - length_N] == tokens[num_old]
+  length_N = length_N[is_short_N | continues_N]
+  index_T1 = np.arange(len(tokens))[:, None]
+  is_same_TN = padded[longest + index_T1 - length_N] == tokens[:, None]
   other_TN = np.where(is_same_TN, -1, index_T1)
   streak_TN = index_T1 - np.maximum.accumulate(other_TN, axis=0)
-  needed_N = np.arange(1, longest + 1) * (times - 1)
-  is_end_T = np.any(streak_TN >= needed_N, axis=1)
-  ends = np.flatnonzero(is_end_T[num_tokens - num_new :]).tolist()
+  is_end_T = np.any(streak_TN >= length_N * (times - 1), axis=1)
+  ends = np.flatnonzero(is_end_T[num_old:]).tolist()
   return ends[0] + 1 if ends else num_new + 1

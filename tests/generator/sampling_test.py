@@ -104,9 +104,7 @@ def test_truncation_by_hand():
 
 def _invert_slowly(weights_V, uniform_2):
   """The token at two uniform numbers, as `sample` describes it."""
-  width = 1
-  while width**2 < len(weights_V):
-    width *= 2
+  width = sampling._block_width(len(weights_V))
   fill = -len(weights_V) % width
   weights_NC = np.pad(weights_V, (0, fill)).reshape(-1, width)
   index = 0
@@ -117,6 +115,47 @@ def _invert_slowly(weights_V, uniform_2):
     hypothesis.assume(np.abs(shares_N[:-1] - uniform).min(initial=1) > 1e-5)
     previous, index = index, int(np.argmax(shares_N > uniform))
   return previous * width + index
+
+
+@pytest.mark.parametrize(
+  ("num_tokens", "width"),
+  [
+    # The next power of 2 from the square root on.
+    (1, 1),
+    (14, 4),
+    (65, 16),
+    (50_257, 256),
+    # At most so many that 8 devices can share the blocks.
+    (512, 32),
+    (32_000, 32),
+    (151_936, 16),
+    (262_144, 512),
+  ],
+)
+def test_blocks_can_be_shared_by_devices(num_tokens, width):
+  assert sampling._block_width(num_tokens) == width
+
+
+def test_what_has_no_weight_is_never_picked():
+  rng = np.random.default_rng(0)
+  weights_BN = rng.uniform(size=(2_000, 1_000)).astype(np.float32)
+  weights_BN[rng.uniform(size=weights_BN.shape) < 0.5] = 0.0
+  weights_BN[::2, 700:] = 0.0
+  # Sums of so many are rounded in an order of their own: here and there they
+  # rise where there is no weight, and there we aim.
+  sum_BN = np.array(jax.jit(lambda x_BN: jnp.cumsum(x_BN, axis=1))(weights_BN))
+  rises_BN = (np.diff(sum_BN) > 0) & (weights_BN[:, 1:] == 0)
+  assert rises_BN.any(axis=1).mean() > 0.5
+  before_B = np.take_along_axis(sum_BN, rises_BN.argmax(axis=1)[:, None], 1)
+  for uniform_B in (
+    np.zeros(2_000, np.float32),
+    before_B[:, 0] / sum_BN[:, -1],
+    np.full(2_000, np.nextafter(np.float32(1), np.float32(0))),
+  ):
+    index_B, total_B = jax.jit(sampling._pick)(weights_BN, uniform_B)
+    picked_B = np.take_along_axis(weights_BN, np.array(index_B)[:, None], 1)
+    assert (picked_B > 0).all()
+    np.testing.assert_allclose(total_B, weights_BN.sum(axis=1), rtol=1e-6)
 
 
 _SETTINGS = st.builds(

@@ -66,6 +66,12 @@ def test_stop_strings_by_hand(tokens, strings, num_kept):
     assert _find(tokens, rules, starts=starts) == expected
 
 
+def test_a_string_is_found_before_a_later_byte_spoils_it():
+  rules = types.Stopping(stop_strings=("é",))
+  assert _decode_runs([0, 7, 5]) == "a" + 3 * stopping.REPLACEMENT
+  assert _find([0, 7, 5], rules, decode=_decode_runs) == (2, "stop")
+
+
 @pytest.mark.parametrize(
   ("tokens", "longest", "times", "num_kept"),
   [
