@@ -57,12 +57,6 @@ class Sampling:
   top_p: float = 1.0
   min_p: float = 0.0
 
-  @property
-  def is_truncated(self) -> bool:
-    """Whether some tokens can be cut off."""
-    has_rule = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-    return has_rule and self.temperature > 0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopping:
