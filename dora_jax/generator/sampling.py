@@ -6,7 +6,11 @@ so a request that moves, or is run again, draws the same tokens.
 
 A draw inverts the cumulative distribution at two uniform numbers: one finds a
 block of the vocabulary, the other a token in the block. Gumbel noise would need
-a number for each token of the vocabulary. MEASURED
+a number for each token of the vocabulary: on 2 CPU cores, 32 rows took 0.50 ms
+with it and 0.06 ms without at 512 tokens, 29 ms and 2.5 ms at 32,000. Either is
+exact up to the 2^-23 to which a uniform number in float32 is rounded. But where
+logits differ by rounding, as between kernels, inversion draws another token a
+little more often, as every boundary between tokens moves.
 """
 
 import dataclasses
