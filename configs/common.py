@@ -131,7 +131,15 @@ def _generator() -> config_dict.ConfigDict:
   generator.max_length = 64  # tokens of prompt and completion
   generator.max_new_tokens = 32  # stop token included
   generator.chunk_steps = 8  # decode steps between two looks by the host
-  generator.temperature = 1.0  # in training
+  generator.temperature = 1.0  # in training, as are the next three
+  generator.top_k = 0  # keep so many of the likeliest tokens; 0 = all
+  generator.top_p = 1.0  # keep the likeliest that hold this share; 1 = all
+  generator.min_p = 0.0  # keep from this share of the largest on; 0 = all
+  generator.stop_strings = ()  # end a completion, beside tokenizer.stop_ids
+  generator.repeated_tokens = (
+    0  # longest run whose repetition ends one; 0 = off
+  )
+  generator.repetitions = 8  # of a run in a row that end it
   generator.dtype = "float32"  # of weights and KV pages; or "bfloat16"
   return generator
 

@@ -35,6 +35,7 @@ _FROM_ZERO = (
   "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
+  "generator.top_k", "generator.repeated_tokens",
   "trainer.warmup_steps", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
 )
@@ -95,6 +96,7 @@ def validate(config: Config, *, num_devices: int) -> None:
     )
   _check_schedule(config)
   _check_lengths(config)
+  _check_sampling(config)
   _check_evaluation(config)
 
 
@@ -263,6 +265,28 @@ def _check_lengths(config: Config) -> None:
       f"0 or at least {pages}, the pages of one request of "
       f"config.generator.max_length {generator.max_length}",
     )
+
+
+def _check_sampling(config: Config) -> None:
+  generator = config.generator
+  if not 0 < generator.top_p <= 1:
+    raise _wrong(config, "generator.top_p", "above 0 and at most 1")
+  if not 0 <= generator.min_p <= 1:
+    raise _wrong(config, "generator.min_p", "from 0 to 1")
+  if generator.repetitions < 2:
+    raise _wrong(config, "generator.repetitions", "at least 2")
+  if isinstance(generator.stop_strings, str) or not all(generator.stop_strings):
+    raise _wrong(
+      config, "generator.stop_strings", "a tuple of strings that are not empty"
+    )
+  if config.tokenizer.kind == "char":
+    unknown = {*"".join(generator.stop_strings)} - {*config.tokenizer.alphabet}
+    if unknown:
+      raise _wrong(
+        config,
+        "generator.stop_strings",
+        f"of config.tokenizer.alphabet, which lacks {sorted(unknown)}",
+      )
 
 
 def _check_evaluation(config: Config) -> None:

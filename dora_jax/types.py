@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "repetition", "length"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,50 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """The distribution that a request's tokens are drawn from.
+
+  The rules that cut it off apply to the tempered distribution, and what passes
+  all of them is renormalised; generator/sampling.py has their definitions. A
+  temperature of 0 takes the likeliest token and makes no use of them.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: keeps so many of the likeliest tokens; 0 keeps all.
+    top_p: keeps the fewest of the likeliest that hold this share of what top_k
+      has left; 1 keeps all.
+    min_p: keeps tokens with at least this share of the largest probability; 0
+      keeps all.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stopping:
+  """What ends a completion, beside a stop token of the tokenizer.
+
+  Nothing is trimmed: the completion ends with the token that completes what
+  stops it. generator/stopping.py has the definitions.
+
+  Attributes:
+    stop_ids: further stop tokens.
+    stop_strings: texts that end a completion once its text holds one.
+    repeated_tokens: the longest run of tokens whose repetition ends it; 0 lets
+      it repeat.
+    repetitions: how often a run must come in a row, the first time included.
+  """
+
+  stop_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+  repeated_tokens: int = 0
+  repetitions: int = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
   """One trajectory still to be generated.
 
@@ -46,7 +90,8 @@ class Request:
       schedule that mixes versions, the one that samples the first.
     prompt: token ids to continue.
     max_new_tokens: most tokens to sample, the stop token included.
-    temperature: of the sampling distribution; 0 takes the likeliest token.
+    sampling: the distribution that its tokens are drawn from.
+    stopping: what ends it, beside the tokenizer's stop tokens.
     stream: which family of random draws; training is 0, evaluation 1. What is
       drawn depends on (run seed, stream, group_id, member, position) alone.
   """
@@ -56,7 +101,8 @@ class Request:
   version: int
   prompt: Int[np.ndarray, "T"]
   max_new_tokens: int
-  temperature: float = 1.0
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
+  stopping: Stopping = dataclasses.field(default_factory=Stopping)
   stream: int = 0
 
 
@@ -77,8 +123,12 @@ class Trajectory:
     prompt: token ids that were continued.
     completion: sampled token ids, the stop token included.
     behavior_logprobs: log-probability in nats of each sampled token, under the
-      distribution it was drawn from (after temperature).
-    finish_reason: "stop" where a stop token ended it, else "length".
+      distribution it was drawn from (after temperature and truncation).
+    kept_mass: what the tokens kept by truncation had of the probability before
+      it, where each token was sampled; 1.0 where none was cut off. So
+      behavior_logprobs + log(kept_mass) are those of the whole distribution.
+    finish_reason: "stop" where a stop token or stop string ended it,
+      "repetition" where its tokens repeated, else "length".
   """
 
   group_id: int
@@ -88,6 +138,7 @@ class Trajectory:
   prompt: Int[np.ndarray, "S"]
   completion: Int[np.ndarray, "T"]
   behavior_logprobs: Float[np.ndarray, "T"]
+  kept_mass: Float[np.ndarray, "T"]
   finish_reason: FinishReason
 
 

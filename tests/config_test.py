@@ -75,6 +75,15 @@ _WRONG = [
     ["num_pages is 3", "at least 4"],
   ),
   ({"generator__temperature": 0.0}, ["temperature is 0.0", "above 0"]),
+  ({"generator__top_k": -1}, ["top_k is -1", "at least 0"]),
+  ({"generator__top_p": 0.0}, ["top_p is 0.0", "above 0 and at most 1"]),
+  ({"generator__min_p": 1.01}, ["min_p is 1.01", "from 0 to 1"]),
+  ({"generator__stop_strings": ("",)}, ["stop_strings is ('',)", "not empty"]),
+  (
+    {"generator__stop_strings": ("=", "a+b")},
+    ["stop_strings is ('=', 'a+b')", "alphabet, which lacks ['a', 'b']"],
+  ),
+  ({"generator__repetitions": 1}, ["repetitions is 1", "at least 2"]),
   ({"trainer__lr": float("nan")}, ["lr is nan", "above 0"]),
   ({"evaluation__num_prompts": 4}, ["num_prompts is 4", "num_heldout, 0"]),
   (

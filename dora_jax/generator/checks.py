@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dora_jax import types
+from dora_jax.generator import stopping, verbs
 from dora_jax.model import transformer
 
 
@@ -47,7 +48,7 @@ def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> None:
   if outside:
     raise ValueError(
       f"Stop tokens {outside} are outside the vocabulary of {vocab_size} "
-      "tokens: change config.generator.stop_ids or config.model.vocab_size."
+      "tokens: change config.tokenizer.stop_ids or config.model.vocab_size."
     )
 
 
@@ -82,8 +83,48 @@ def check_request(
       f"{name} has prompt tokens from {least} to {most}; the model knows 0 "
       f"to {vocab_size - 1}: tokenizer and config.model do not match."
     )
-  if not 0 <= request.temperature < np.inf:
+  _check_sampling(request.sampling, name)
+  _check_stopping(request.stopping, name, vocab_size)
+
+
+def _check_sampling(sampling: types.Sampling, name: str) -> None:
+  # Each said so that NaN fails too.
+  needed = {
+    "temperature": (
+      "finite and at least 0",
+      0 <= sampling.temperature < np.inf,
+    ),
+    "top_k": ("at least 0", sampling.top_k >= 0),
+    "top_p": ("above 0 and at most 1", 0 < sampling.top_p <= 1),
+    "min_p": ("from 0 to 1", 0 <= sampling.min_p <= 1),
+  }
+  for field, (needs, is_met) in needed.items():
+    if not is_met:
+      raise ValueError(
+        f"{name} has {field} {getattr(sampling, field)}; it must be {needs}: "
+        f"change config.generator.{field}."
+      )
+
+
+def _check_stopping(rules: types.Stopping, name: str, vocab_size: int) -> None:
+  if len(rules.stop_ids) > verbs.MAX_STOP_IDS:
     raise ValueError(
-      f"{name} has temperature {request.temperature}; needed is a finite one "
-      "of at least 0: change config.generator.temperature."
+      f"{name} has {len(rules.stop_ids)} stop tokens of its own; there is room "
+      f"for {verbs.MAX_STOP_IDS}: what ends every completion belongs into "
+      "config.tokenizer.stop_ids."
+    )
+  check_stop_ids(rules.stop_ids, vocab_size)
+  for string in rules.stop_strings:
+    if not string or stopping.REPLACEMENT in string:
+      raise ValueError(
+        f"{name} has the stop string {string!r}; it must not be empty, nor "
+        "hold the sign for unreadable bytes: change "
+        "config.generator.stop_strings."
+      )
+  if rules.repeated_tokens < 0 or rules.repetitions < 2:
+    raise ValueError(
+      f"{name} ends when a run of up to {rules.repeated_tokens} tokens has "
+      f"come {rules.repetitions} times; needed are at least 0 tokens and 2 "
+      "times: change config.generator.repeated_tokens or "
+      "config.generator.repetitions."
     )

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
-from dora_jax import interfaces
-from dora_jax.generator import kv_pool, pages, verbs
+from dora_jax import interfaces, types
+from dora_jax.generator import kv_pool, pages, sampling, verbs
 from dora_jax.generator.attention import base
 from dora_jax.model import transformer
 
@@ -34,7 +34,8 @@ class Entry:
     token: the last token that the request has, of its prompt or sampled.
     position: its position.
     last_position: position of the last token that may be sampled.
-    temperature: of the sampling distribution.
+    sampling: the distribution to sample from.
+    stop_ids: stop tokens of the request alone.
     draw: (stream, group_id, member), which fix the random draws.
     copied_from: page of another member of the group that holds the beginning of
       the page with the position; None where there is nothing to copy.
@@ -45,7 +46,8 @@ class Entry:
   token: int
   position: int
   last_position: int
-  temperature: float
+  sampling: types.Sampling
+  stop_ids: Sequence[int]
   draw: tuple[int, int, int]
   copied_from: int | None
 
@@ -285,7 +287,13 @@ class Engine:
       token_B=zeros_B.copy(),
       position_B=zeros_B.copy(),
       last_position_B=zeros_B.copy(),
-      temperature_B=np.zeros(num_slots, np.float32),
+      rules=sampling.Rules(
+        temperature_B=np.zeros(num_slots, np.float32),
+        top_k_B=zeros_B.copy(),
+        top_p_B=np.ones(num_slots, np.float32),
+        min_p_B=np.zeros(num_slots, np.float32),
+      ),
+      stop_ids_BE=np.full((num_slots, verbs.MAX_STOP_IDS), -1, np.int32),
       draw_B3=np.zeros((num_slots, 3), np.int32),
       is_new_B=np.zeros(num_slots, np.bool_),
       copies_B2=np.zeros((num_slots, 2), np.int32),
@@ -297,7 +305,11 @@ class Engine:
       new.token_B[entry.slot] = entry.token
       new.position_B[entry.slot] = entry.position
       new.last_position_B[entry.slot] = entry.last_position
-      new.temperature_B[entry.slot] = entry.temperature
+      new.rules.temperature_B[entry.slot] = entry.sampling.temperature
+      new.rules.top_k_B[entry.slot] = entry.sampling.top_k
+      new.rules.top_p_B[entry.slot] = entry.sampling.top_p
+      new.rules.min_p_B[entry.slot] = entry.sampling.min_p
+      new.stop_ids_BE[entry.slot, : len(entry.stop_ids)] = entry.stop_ids
       new.draw_B3[entry.slot] = entry.draw
       new.is_new_B[entry.slot] = True
     return new

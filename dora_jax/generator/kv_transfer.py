@@ -29,6 +29,7 @@ class Parcel:
     was_refreshed: whether that may differ from the request's version.
     tokens: what it has sampled so far.
     logprobs: their log-probabilities in nats, as recorded then.
+    kept_mass: see types.Trajectory.
     token_versions: the version that sampled each.
     kv: its pages, on some mesh or on the host, up to a power of two of them.
     claim: its pages in the pool of the mesh that it is on.
@@ -39,6 +40,7 @@ class Parcel:
   was_refreshed: bool
   tokens: Int[np.ndarray, "T"]
   logprobs: Float[np.ndarray, "T"]
+  kept_mass: Float[np.ndarray, "T"]
   token_versions: Int[np.ndarray, "T"]
   kv: kv_pool.KvPool | None = None
   claim: pages.PageClaim | None = None
@@ -74,6 +76,7 @@ def new_parcel(request: types.Request, version: int) -> Parcel:
     was_refreshed=False,
     tokens=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
+    kept_mass=np.zeros(0, np.float32),
     token_versions=np.zeros(0, np.int32),
   )
 

@@ -12,6 +12,7 @@ from dora_jax.generator import (
   kv_transfer,
   roster,
   slot_batch,
+  stopping,
   verbs,
 )
 from dora_jax.generator import engine as engine_lib
@@ -45,6 +46,7 @@ class Lane:
     config: transformer.ModelConfig,
     max_length: int,
     stop_ids: Sequence[int],
+    decode_text: stopping.Decode,
   ):
     self.generator_id = generator_id
     self.version: int | None = None
@@ -55,6 +57,7 @@ class Lane:
     self._vocab_size = config.vocab_size
     self._max_length = max_length
     self._stop_ids = frozenset(stop_ids)
+    self._decode_text = decode_text
     self._served: verbs.Served | None = None
     self._slots = slot_batch.SlotBatch(
       num_slots=num_slots, engine=engine, pool=pool, counters=self.counters
@@ -203,24 +206,29 @@ class Lane:
     self._chunk = None
     num_sampled_B = chunk.is_sampled_TB.sum(axis=0)
     num_steps = int(num_sampled_B.max())
-    self.counters.decoded_tokens += int(num_sampled_B.sum())
     self.counters.busy_slot_steps += int(num_sampled_B.sum())
     self.counters.total_slot_steps += num_steps * self.num_slots
-    finished = []
-    for slot, live in list(self._slots.live.items()):
+    ends: dict[int, types.FinishReason] = {}
+    overran = []
+    for slot, live in self._slots.live.items():
       if live.is_paused:
         continue
-      count = int(num_sampled_B[slot])
-      live.append(
-        chunk.token_TB[:count, slot],
-        chunk.logprob_TB[:count, slot],
-        chunk.version_TB[:count, slot],
+      taken = live.take(
+        chunk, slot, stop_ids=self._stop_ids, decode=self._decode_text
       )
-      is_stopped = int(chunk.token_TB[count - 1, slot]) in self._stop_ids
-      if is_stopped or live.num_sampled == live.request.max_new_tokens:
-        reason = "stop" if is_stopped else "length"
-        finished.append(live_lib.finish(live, reason))
-        self._slots.leave(slot)
+      self.counters.decoded_tokens += taken.num_kept
+      self.counters.cut_tokens += taken.num_cut
+      if taken.reason is not None:
+        ends[slot] = taken.reason
+      if taken.overran:
+        overran.append(slot)
+    self._slots.pause(overran)
+    finished = [
+      live_lib.finish(self._slots.live[slot], reason)
+      for slot, reason in ends.items()
+    ]
+    for slot in ends:
+      self._slots.leave(slot)
     return finished
 
   def extract(

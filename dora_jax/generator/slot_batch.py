@@ -24,7 +24,9 @@ class Counters:
   """What a lane has done since it was made; only ever grows.
 
   Attributes:
-    decoded_tokens: tokens sampled.
+    decoded_tokens: tokens sampled, but for those cut.
+    cut_tokens: tokens sampled after the end of their completion, which the host
+      has found only after the chunk.
     prefilled_tokens: prompt tokens whose KV was computed for a new request.
     reprefilled_tokens: tokens whose KV was computed again, for newer params.
     shared_prompts: requests that found their prompt prefilled.
@@ -38,6 +40,7 @@ class Counters:
   """
 
   decoded_tokens: int = 0
+  cut_tokens: int = 0
   prefilled_tokens: int = 0
   reprefilled_tokens: int = 0
   shared_prompts: int = 0
@@ -201,7 +204,8 @@ class SlotBatch:
       token=int(sampled[-1] if len(sampled) else request.prompt[-1]),
       position=live.position,
       last_position=len(request.prompt) - 1 + request.max_new_tokens,
-      temperature=request.temperature,
+      sampling=request.sampling,
+      stop_ids=request.stopping.stop_ids,
       draw=(request.stream, request.group_id, request.member),
       copied_from=copied_from,
     )

@@ -20,6 +20,9 @@ from dora_jax.generator import kv_pool, sampling
 from dora_jax.generator.attention import base
 from dora_jax.model import attention, transformer
 
+# Of one request, beside those of the tokenizer.
+MAX_STOP_IDS = 8
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class Slots:
     token_B: the token to feed next.
     position_B: its position in its sequence.
     last_position_B: position of the last token that may be sampled.
-    temperature_B: of the sampling distribution.
+    rules: of the sampling distribution.
+    stop_ids_BE: stop tokens of the request alone; -1 past its last one.
     key_B: random key of the request; each draw folds its position in.
     is_active_B: whether the slot has a request that is not finished and not
       paused.
@@ -56,7 +60,8 @@ class Slots:
   token_B: Any
   position_B: Any
   last_position_B: Any
-  temperature_B: Any
+  rules: sampling.Rules
+  stop_ids_BE: Any
   key_B: Any
   is_active_B: Any
 
@@ -67,11 +72,12 @@ class Entries:
   """Requests on their way into slots; row b is for slot b.
 
   Attributes:
-    page_table_BC: as in Slots, and so are the next four.
+    page_table_BC: as in Slots, and so are the next five.
     token_B: the token to feed next: the last one that it has.
     position_B: its position.
     last_position_B: position of the last token that may be sampled.
-    temperature_B: of the sampling distribution.
+    rules: of the sampling distribution.
+    stop_ids_BE: stop tokens of the request alone.
     draw_B3: stream, group_id and member, which fix the random draws.
     is_new_B: whether a request enters the slot; the row is ignored if not.
     copies_B2: pages to copy, as (source, target).
@@ -82,7 +88,8 @@ class Entries:
   token_B: Any
   position_B: Any
   last_position_B: Any
-  temperature_B: Any
+  rules: sampling.Rules
+  stop_ids_BE: Any
   draw_B3: Any
   is_new_B: Any
   copies_B2: Any
@@ -97,6 +104,7 @@ class Chunk:
   Attributes:
     token_TB: the token that each slot drew in each step.
     logprob_TB: its log-probability in nats.
+    kept_mass_TB: see sampling.Drawn.
     version_TB: version of the params that it was drawn with.
     is_sampled_TB: whether the slot drew a token; the rest means nothing where
       not. A slot draws from the first step of a chunk on, or not at all.
@@ -104,6 +112,7 @@ class Chunk:
 
   token_TB: Any
   logprob_TB: Any
+  kept_mass_TB: Any
   version_TB: Any
   is_sampled_TB: Any
 
@@ -116,7 +125,13 @@ def create_slots(num_slots: int, table_width: int) -> Slots:
     token_B=zeros(jnp.int32),
     position_B=zeros(jnp.int32),
     last_position_B=zeros(jnp.int32),
-    temperature_B=zeros(jnp.float32),
+    rules=sampling.Rules(
+      temperature_B=zeros(jnp.float32),
+      top_k_B=zeros(jnp.int32),
+      top_p_B=zeros(jnp.float32),
+      min_p_B=zeros(jnp.float32),
+    ),
+    stop_ids_BE=jnp.full((num_slots, MAX_STOP_IDS), -1, jnp.int32),
     key_B=jax.random.split(jax.random.key(0), num_slots),
     is_active_B=zeros(jnp.bool_),
   )
@@ -166,7 +181,8 @@ def insert(
     token_B=new.token_B,
     position_B=new.position_B,
     last_position_B=new.last_position_B,
-    temperature_B=new.temperature_B,
+    rules=new.rules,
+    stop_ids_BE=new.stop_ids_BE,
     key_B=jax.vmap(lambda draw: sampling.request_key(seed_key, *draw))(
       new.draw_B3
     ),
@@ -208,6 +224,7 @@ def decode(
   chunk = Chunk(
     token_TB=blank_TB,
     logprob_TB=blank_TB.astype(jnp.float32),
+    kept_mass_TB=blank_TB.astype(jnp.float32),
     version_TB=blank_TB,
     is_sampled_TB=blank_TB.astype(jnp.bool_),
   )
@@ -218,17 +235,16 @@ def decode(
 
   def decode_step(carry):
     step, pool, slots, chunk = carry
-    pool, tokens_B, logprobs_B = _draw_tokens(
-      served.params, pool, slots, config, paged
-    )
-    drawn = Chunk(
-      token_TB=tokens_B,
-      logprob_TB=logprobs_B,
-      version_TB=jnp.full_like(tokens_B, served.version),
+    pool, drawn = _draw_tokens(served.params, pool, slots, config, paged)
+    row = Chunk(
+      token_TB=drawn.token_B,
+      logprob_TB=drawn.logprob_B,
+      kept_mass_TB=drawn.kept_mass_B,
+      version_TB=jnp.full_like(drawn.token_B, served.version),
       is_sampled_TB=slots.is_active_B,
     )
-    chunk = jax.tree.map(lambda rows, row: rows.at[step].set(row), chunk, drawn)
-    return step + 1, pool, _advance(slots, tokens_B, stop_ids), chunk
+    chunk = jax.tree.map(lambda rows, row: rows.at[step].set(row), chunk, row)
+    return step + 1, pool, _advance(slots, drawn.token_B, stop_ids), chunk
 
   start = (jnp.int32(0), pool, slots, chunk)
   _, pool, slots, chunk = jax.lax.while_loop(goes_on, decode_step, start)
@@ -241,7 +257,7 @@ def _draw_tokens(
   slots: Slots,
   config: transformer.ModelConfig,
   paged: base.PagedAttention,
-) -> tuple[kv_pool.KvPool, Int[Array, "B"], Float[Array, "B"]]:
+) -> tuple[kv_pool.KvPool, sampling.Drawn]:
   """Feeds each slot's token and draws the one after it."""
   attend = paged.decode(
     slots.page_table_BC, slots.position_B, slots.is_active_B
@@ -256,8 +272,8 @@ def _draw_tokens(
   )
   logits_BV = transformer.unembed(params, config, hidden_BTD[:, 0])
   keys_B = jax.vmap(jax.random.fold_in)(slots.key_B, slots.position_B + 1)
-  tokens_B, logprobs_B = sampling.sample(logits_BV, keys_B, slots.temperature_B)
-  return pool, tokens_B, logprobs_B
+  drawn = sampling.sample(logits_BV, keys_B, slots.rules, slots.is_active_B)
+  return pool, drawn
 
 
 def _advance(
@@ -266,6 +282,7 @@ def _advance(
   """The slots after they drew these tokens; inactive ones do not change."""
   position_B = slots.position_B + 1
   is_stop_B = jnp.isin(tokens_B, jnp.array(stop_ids, jnp.int32))
+  is_stop_B |= (tokens_B[:, None] == slots.stop_ids_BE).any(axis=-1)
   is_last_B = is_stop_B | (position_B >= slots.last_position_B)
   return dataclasses.replace(
     slots,

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dora_jax import types
-from dora_jax.generator import checks, kv_pool, lane, pages
+from dora_jax.generator import checks, kv_pool, lane, pages, stopping
 from dora_jax.generator import engine as engine_lib
 from dora_jax.generator.attention import base
 from dora_jax.model import transformer
@@ -33,6 +33,7 @@ class MeshWorker:
     max_length: int,
     chunk_steps: int,
     stop_ids: Sequence[int],
+    decode_text: stopping.Decode,
     seed: int,
     dtype: DTypeLike,
   ):
@@ -49,6 +50,7 @@ class MeshWorker:
       max_length: most tokens of a sequence, prompt and completion together.
       chunk_steps: decode steps between two looks of the host.
       stop_ids: tokens that end a completion.
+      decode_text: the text of tokens, in which stop strings are looked for.
       seed: of the run; what is drawn depends on it.
       dtype: of the KV pool; the params' own.
     """
@@ -100,6 +102,7 @@ class MeshWorker:
         config=config,
         max_length=max_length,
         stop_ids=stop_ids,
+        decode_text=decode_text,
       )
       for generator_id, slots in lanes
     ]

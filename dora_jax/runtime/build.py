@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dora_jax import checkpoint, trace
+from dora_jax import checkpoint, interfaces, trace, types
 from dora_jax.generator import worker as worker_lib
 from dora_jax.generator.attention import choice
 from dora_jax.model import transformer
@@ -142,13 +142,13 @@ def _build(
     publishes_rounded=jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
   )
-  stop_ids = tokenizer.stop_ids
+  stop_ids, stopping = tokenizer.stop_ids, pieces.make_stopping(config)
   if completion_limit is not None:
-    stop_ids = ()
+    stop_ids, stopping = (), types.Stopping()
   else:
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
-  workers = _build_workers(config, shape, split, stop_ids)
+  workers = _build_workers(config, shape, split, stop_ids, tokenizer)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
@@ -178,7 +178,9 @@ def _build(
   evaluator = evaluation.Evaluation(
     prompts=task.heldout_prompts()[: config.evaluation.num_prompts],
     samples_per_prompt=config.evaluation.samples_per_prompt,
-    temperature=config.evaluation.temperature,
+    # What training cuts off is part of the policy all the same.
+    sampling=types.Sampling(temperature=config.evaluation.temperature),
+    stopping=stopping,
     max_new_tokens=config.generator.max_new_tokens,
     solved_reward=config.evaluation.solved_reward,
     store=store,
@@ -202,7 +204,8 @@ def _build(
       tokenizer=tokenizer,
       parts=parts,
       store=store,
-      temperature=config.generator.temperature,
+      sampling=pieces.make_sampling(config),
+      stopping=stopping,
       completion_limit=completion_limit,
     ),
     inbox=inbox,
@@ -230,6 +233,7 @@ def _build_workers(
   shape: transformer.ModelConfig,
   split: meshes.Meshes,
   stop_ids: Sequence[int],
+  tokenizer: interfaces.Tokenizer,
 ) -> list[worker_lib.MeshWorker]:
   """One worker a generator mesh; the first has the evaluation's lane too."""
   generator = config.generator
@@ -250,6 +254,7 @@ def _build_workers(
         max_length=generator.max_length,
         chunk_steps=generator.chunk_steps,
         stop_ids=stop_ids,
+        decode_text=tokenizer.decode,
         seed=config.seed,
         dtype=jnp.dtype(generator.dtype),
       )

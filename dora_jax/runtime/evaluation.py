@@ -56,7 +56,8 @@ class Evaluation:
     *,
     prompts: Sequence[types.Prompt],
     samples_per_prompt: int,
-    temperature: float,
+    sampling: types.Sampling,
+    stopping: types.Stopping,
     max_new_tokens: int,
     solved_reward: float,
     store: store_lib.WeightStore,
@@ -70,7 +71,8 @@ class Evaluation:
     Args:
       prompts: held-out ones; with none, nothing is ever evaluated.
       samples_per_prompt: completions of each.
-      temperature: of sampling; 0 takes the likeliest token.
+      sampling: of their tokens.
+      stopping: what ends them.
       max_new_tokens: of a completion.
       solved_reward: the least reward of a solved prompt.
       store: where a version is held.
@@ -83,7 +85,8 @@ class Evaluation:
     self.num_skipped = 0
     self._prompts = prompts
     self._samples = samples_per_prompt
-    self._temperature = temperature
+    self._sampling = sampling
+    self._stopping = stopping
     self._max_new_tokens = max_new_tokens
     self._solved_reward = solved_reward
     self._store = store
@@ -137,7 +140,8 @@ class Evaluation:
           version=self._version,
           prompt=prompt.tokens,
           max_new_tokens=self._max_new_tokens,
-          temperature=self._temperature,
+          sampling=self._sampling,
+          stopping=self._stopping,
           stream=STREAM,
         )
         for index, prompt in enumerate(self._prompts)

@@ -96,7 +96,8 @@ class Executor:
     tokenizer: interfaces.Tokenizer,
     parts: Parts,
     store: store_lib.WeightStore,
-    temperature: float,
+    sampling: types.Sampling,
+    stopping: types.Stopping,
     completion_limit: CompletionLimit,
   ):
     """Wires.
@@ -106,14 +107,16 @@ class Executor:
       tokenizer: decodes completions for the rewards.
       parts: who gets the orders.
       store: of versions.
-      temperature: of sampling in training.
+      sampling: in training.
+      stopping: in training.
       completion_limit: most tokens of each completion.
     """
     self._task = task
     self._tokenizer = tokenizer
     self._parts = parts
     self._store = store
-    self._temperature = temperature
+    self._sampling = sampling
+    self._stopping = stopping
     self._completion_limit = completion_limit
     self._groups: dict[int, _GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
@@ -269,7 +272,8 @@ class Executor:
             version=command.version,
             prompt=prompt.tokens,
             max_new_tokens=self._completion_limit(command.group_id, member),
-            temperature=self._temperature,
+            sampling=self._sampling,
+            stopping=self._stopping,
           )
           for member in command.members
         ],

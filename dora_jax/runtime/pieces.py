@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dora_jax import config as config_lib
-from dora_jax import interfaces
+from dora_jax import interfaces, types
 from dora_jax.coordinator import balance
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import base, registry
@@ -118,6 +118,27 @@ def make_params(
     out_shardings=shardings,
   )
   return create(jax.random.key(config.seed))
+
+
+def make_sampling(config: Config) -> types.Sampling:
+  """The distribution that training's tokens are drawn from."""
+  generator = config.generator
+  return types.Sampling(
+    temperature=generator.temperature,
+    top_k=generator.top_k,
+    top_p=generator.top_p,
+    min_p=generator.min_p,
+  )
+
+
+def make_stopping(config: Config) -> types.Stopping:
+  """What ends completions, in training and in evaluation."""
+  generator = config.generator
+  return types.Stopping(
+    stop_strings=tuple(generator.stop_strings),
+    repeated_tokens=generator.repeated_tokens,
+    repetitions=generator.repetitions,
+  )
 
 
 def make_optimizer(config: Config) -> train_state.OptimizerSettings:

@@ -148,6 +148,7 @@ def _check_trajectory(trajectory: types.Trajectory, version: int) -> None:
     "completion": len(trajectory.completion),
     "behavior_logprobs": len(trajectory.behavior_logprobs),
     "token_versions": len(trajectory.token_versions),
+    "kept_mass": len(trajectory.kept_mass),
   }
   if len(set(lengths.values())) != 1:
     raise ValueError(f"{name}: lengths differ, {lengths}; they must be equal.")
@@ -159,6 +160,12 @@ def _check_trajectory(trajectory: types.Trajectory, version: int) -> None:
     raise ValueError(
       f"{name}: behavior log-probability {logprobs[index]} at index {index}; "
       "it must be finite and at most 0."
+    )
+  kept_mass = trajectory.kept_mass
+  if not ((kept_mass > 0) & (kept_mass <= 1)).all():
+    raise ValueError(
+      f"{name}: truncation kept from {kept_mass.min()} to {kept_mass.max()} of "
+      "the probability; it must be above 0 and at most 1."
     )
   if trajectory.version > version:
     raise ValueError(

@@ -66,7 +66,7 @@ def test_equals_a_full_forward_pass_for_each_token(changes):
 def test_logprobs_are_of_the_distribution_sampled_from():
   for trajectory in tiny.run(_lane(), _requests()):
     (temperature,) = {
-      request.temperature
+      request.sampling.temperature
       for request in _requests()
       if request.group_id == trajectory.group_id
     }

@@ -1,6 +1,8 @@
 """A tiny model, workers for it, and the slow way to do what they do."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,7 @@ def make_worker(**changes) -> worker.MeshWorker:
     "max_length": MAX_LENGTH,
     "chunk_steps": 3,
     "stop_ids": STOP_IDS,
+    "decode_text": decode_text,
     "seed": SEED,
     "dtype": jnp.float32,
   }
@@ -89,7 +92,20 @@ def make_prompt(group_id: int, length: int) -> np.ndarray:
   return rng.integers(4, CONFIG.vocab_size, length).astype(np.int32)
 
 
+def decode_text(token_ids) -> str:
+  """Token 4 is "A", 5 is "B" and so on; stop tokens leave no trace."""
+  return "".join(chr(61 + i) for i in token_ids if i not in STOP_IDS)
+
+
 def make_request(group_id: int, member: int = 0, **changes) -> types.Request:
+  """A request; `changes` are fields of it, of its sampling or its stopping."""
+  for name, record in (
+    ("sampling", types.Sampling),
+    ("stopping", types.Stopping),
+  ):
+    fields = {field.name for field in dataclasses.fields(record)}
+    given = {field: changes.pop(field) for field in fields & changes.keys()}
+    changes[name] = record(**given)
   length = changes.pop("length", 7)
   settings = {
     "version": 0,
@@ -119,6 +135,7 @@ def by_request(trajectories) -> dict:
       t.completion.tolist(),
       t.behavior_logprobs.tolist(),
       t.token_versions.tolist(),
+      t.kept_mass.tolist(),
     )
     for t in trajectories
   }
@@ -137,15 +154,25 @@ def full_logits(params, tokens_T):
   return transformer.unembed(params, CONFIG, hidden_BTD[0])
 
 
+def make_rules(settings: Sequence[types.Sampling]) -> sampling.Rules:
+  """The rules of some rows."""
+  column = lambda name: np.array([getattr(row, name) for row in settings])
+  return sampling.Rules(
+    temperature_B=column("temperature").astype(np.float32),
+    top_k_B=column("top_k").astype(np.int32),
+    top_p_B=column("top_p").astype(np.float32),
+    min_p_B=column("min_p").astype(np.float32),
+  )
+
+
 @jax.jit
-def _draw_next(params, tokens_T, length, draw, temperature):
+def _draw_next(params, tokens_T, length, draw, rules):
   """The token after the first `length`, from a full forward pass."""
   logits_BV = full_logits(params, tokens_T)[length - 1][None]
   stream, group_id, member = draw
   seed_key = jax.random.key(SEED)
   key = sampling.draw_key(seed_key, stream, group_id, member, length)
-  token_B, logprob_B = sampling.sample(logits_BV, key[None], temperature[None])
-  return token_B[0], logprob_B[0]
+  return sampling.sample(logits_BV, key[None], rules, jnp.ones(1, bool))
 
 
 def pad(tokens) -> np.ndarray:
@@ -159,18 +186,17 @@ def generate_slowly(request: types.Request) -> types.Trajectory:
   """Recomputes the whole sequence for each token that it samples."""
   params = make_params(request.version)
   tokens = request.prompt.tolist()
-  logprobs = []
+  logprobs, kept_mass = [], []
   draw = (request.stream, request.group_id, request.member)
   draw = tuple(jnp.int32(counter) for counter in draw)
-  temperature = jnp.float32(request.temperature)
-  while len(tokens) < len(request.prompt) + request.max_new_tokens:
-    token, logprob = _draw_next(
-      params, pad(tokens), np.int32(len(tokens)), draw, temperature
-    )
-    tokens.append(int(token))
-    logprobs.append(float(logprob))
-    if tokens[-1] in STOP_IDS:
-      break
+  rules = make_rules([request.sampling])
+  reason = None
+  while reason is None:
+    drawn = _draw_next(params, pad(tokens), np.int32(len(tokens)), draw, rules)
+    tokens.append(int(drawn.token_B[0]))
+    logprobs.append(float(drawn.logprob_B[0]))
+    kept_mass.append(float(drawn.kept_mass_B[0]))
+    reason = _end_slowly(request, tokens[len(request.prompt) :])
   completion = np.array(tokens[len(request.prompt) :], np.int32)
   return types.Trajectory(
     group_id=request.group_id,
@@ -180,14 +206,33 @@ def generate_slowly(request: types.Request) -> types.Trajectory:
     prompt=request.prompt,
     completion=completion,
     behavior_logprobs=np.array(logprobs, np.float32),
-    finish_reason="stop" if tokens[-1] in STOP_IDS else "length",
+    kept_mass=np.array(kept_mass, np.float32),
+    finish_reason=reason,
   )
+
+
+def _end_slowly(
+  request: types.Request, completion: list[int]
+) -> types.FinishReason | None:
+  """Why a completion ends with its last token, from all of its tokens."""
+  stopping = request.stopping
+  text = decode_text(completion)
+  if completion[-1] in (*STOP_IDS, *stopping.stop_ids) or any(
+    string in text for string in stopping.stop_strings
+  ):
+    return "stop"
+  for length in range(1, stopping.repeated_tokens + 1):
+    run = completion[-length:] * stopping.repetitions
+    if completion[-len(run) :] == run:
+      return "repetition"
+  return "length" if len(completion) == request.max_new_tokens else None
 
 
 def assert_close(fast, slow) -> None:
   """Same requests, same tokens, log-probabilities within 1e-5."""
   fast, slow = by_request(fast), by_request(slow)
   assert fast.keys() == slow.keys()
-  for name, (reason, tokens, logprobs, versions) in fast.items():
+  for name, (reason, tokens, logprobs, versions, kept_mass) in fast.items():
     assert (reason, tokens, versions) == (*slow[name][:2], slow[name][3]), name
     np.testing.assert_allclose(logprobs, slow[name][2], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(kept_mass, slow[name][4], atol=1e-5, rtol=0)

@@ -47,7 +47,7 @@ def test_by_default_every_slot_can_reach_the_limit_at_once():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"stop_ids": (3, 40)}, r"\[40\].*40 tokens.*config\.generator\.stop_ids"),
+    ({"stop_ids": (3, 40)}, r"\[40\].*40 tokens.*config\.tokenizer\.stop_ids"),
     ({"max_length": 129}, r"129.*128.*config\.generator\.max_length"),
     ({"num_pages": 25}, r"25 pages.*need 26.*config\.generator\.num_pages"),
     ({"page_size": 0}, r"config\.generator\.page_size"),

@@ -16,7 +16,7 @@ from tests.generator import tiny
 # Group 1 shares two pages of prompt; the others begin at odd places.
 _REQUESTS = (
   *(tiny.make_request(1, m, length=11, max_new_tokens=20) for m in range(3)),
-  tiny.make_request(2, length=1, max_new_tokens=17),
+  tiny.make_request(2, length=1, max_new_tokens=17, top_p=0.8),
   tiny.make_request(3, length=64, max_new_tokens=19, temperature=0.0),
 )
 _NAMES = tuple((r.group_id, r.member) for r in _REQUESTS)

@@ -50,6 +50,7 @@ def _make_groups(sizes) -> list[types.Group]:
           completion=completion,
           # Tells the token: what is packed beside it can be checked.
           behavior_logprobs=(-completion).astype(np.float32),
+          kept_mass=np.ones(len(completion), np.float32),
           finish_reason="stop",
         )
       )

@@ -30,6 +30,7 @@ def _two_members() -> types.Group:
       prompt=np.array([7, 8]),
       completion=np.array(completion),
       behavior_logprobs=np.array(logprobs, np.float32),
+      kept_mass=np.ones(len(completion), np.float32),
       finish_reason="stop",
     )
 
@@ -120,6 +121,9 @@ def _broken(**changes) -> types.Group:
     ({"behavior_logprobs": np.array([-1.0, np.nan])}, "nan at index 1"),
     ({"behavior_logprobs": np.array([-np.inf, -1.0])}, "-inf at index 0"),
     ({"behavior_logprobs": np.array([-1.0, 1e-3])}, "0.001 at index 1"),
+    ({"kept_mass": np.ones(1, np.float32)}, "lengths differ"),
+    ({"kept_mass": np.array([1.0, 0.0])}, "kept from 0.0 to 1.0"),
+    ({"kept_mass": np.array([0.5, np.nan])}, "above 0 and at most 1"),
     ({"version": 4}, "sampled by version 4, but version 3"),
     ({"token_versions": np.array([3, 4])}, "token 1 sampled by version 4"),
     ({"token_versions": np.array([2, 3])}, "token 0 sampled by version 2"),

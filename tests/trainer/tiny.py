@@ -89,6 +89,7 @@ def make_trajectory(
     prompt=prompt,
     completion=rng.integers(1, 16, length).astype(np.int32),
     behavior_logprobs=-rng.uniform(2.0, 3.5, length).astype(np.float32),
+    kept_mass=np.ones(length, np.float32),
     finish_reason="stop" if member else "length",
   )
 

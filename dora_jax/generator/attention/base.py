@@ -16,12 +16,12 @@ class PagedAttention(Protocol):
 
   Implementations are frozen dataclasses: what is compiled for one is kept under
   it. Each gives what `xla` gives, but for rounding.
-
-  Attributes:
-    name: by which config.generator.attention chooses it.
   """
 
-  name: str
+  @property
+  def name(self) -> str:
+    """By which config.generator.attention chooses it."""
+    ...
 
   def create_pool(
     self,
