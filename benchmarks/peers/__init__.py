@@ -1,0 +1,1 @@
+"""Other people's samplers, each a script for an environment of its own."""
