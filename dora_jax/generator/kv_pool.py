@@ -1,5 +1,6 @@
 """The KV pool on a mesh: its pages, and attention that reads and fills them."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -36,10 +37,25 @@ class SharedPool:
   Attributes:
     kv: the pages themselves; replaced by each verb, which consumes it.
     allocator: who holds which page.
+    num_serving: version -> lanes that serve it.
   """
 
   kv: KvPool
   allocator: pages.PageAllocator
+  num_serving: collections.Counter[int] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+
+  def serve(self, version: int) -> None:
+    """A lane serves this version from now on."""
+    self.num_serving[version] += 1
+
+  def unserve(self, version: int) -> None:
+    """A lane serves it no more; after the last, nothing of it is found."""
+    self.num_serving[version] -= 1
+    if not self.num_serving[version]:
+      del self.num_serving[version]
+      self.allocator.drop(version)
 
 
 # Tokens that decoding attends to at once. Fewer waste less past the end of a
@@ -106,37 +122,44 @@ def write_pages(
   )
 
 
-def prefill_attention(
-  segment_ids_BT: Int[Array, "1 T"], page_ids_C: Int[Array, "C"]
-) -> attention.Attend:
-  """Dense causal attention within one prompt that also fills its pages.
+def write_layer(
+  pool: KvPool,
+  layer: Int[Array, ""],
+  page_ids_C: Int[Array, "C"],
+  key_SKH: Float[Array, "S K H"],
+  value_SKH: Float[Array, "S K H"],
+) -> KvPool:
+  """Fills pages with one layer's KV of as many tokens as they take.
 
   Args:
-    segment_ids_BT: 1 for the prompt, 0 for the padding after it; one row, as
-      long as the pages.
-    page_ids_C: where each page's worth of tokens goes. What lies past the
-      prompt is written too: nothing reads it before decoding overwrites it.
-
-  Returns:
-    The callback that the model's forward pass takes as `attend`.
+    pool: the pool.
+    layer: the layer.
+    page_ids_C: the pages; the trash page may repeat.
+    key_SKH: keys of all of them, in order.
+    value_SKH: values.
   """
-  attend_dense = attention.segment_attention(segment_ids_BT)
-  num_pages = page_ids_C.shape[0]
 
-  def write(pages_LJOKH, rows_BTKH, layer):
-    rows_COKH = rows_BTKH.reshape(num_pages, -1, *rows_BTKH.shape[2:])
+  def write(pages_LJOKH, rows_SKH):
+    rows_COKH = rows_SKH.reshape(page_ids_C.shape[0], -1, *rows_SKH.shape[1:])
     rows_COKH = rows_COKH.astype(pages_LJOKH.dtype)
     return pages_LJOKH.at[layer, page_ids_C].set(rows_COKH)
 
-  def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
-    pool = KvPool(
-      key_LJOKH=write(pool.key_LJOKH, key_BTKH, layer),
-      value_LJOKH=write(pool.value_LJOKH, value_BTKH, layer),
-    )
-    out_BTKGH, _ = attend_dense(query_BTKGH, key_BTKH, value_BTKH, None, layer)
-    return out_BTKGH, pool
+  return KvPool(
+    key_LJOKH=write(pool.key_LJOKH, key_SKH),
+    value_LJOKH=write(pool.value_LJOKH, value_SKH),
+  )
 
-  return attend
+
+def read_layer(
+  pool: KvPool, layer: Int[Array, ""], page_ids_C: Int[Array, "C"]
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+  """One layer's keys and values of all tokens of some pages, in order."""
+
+  def read(pages_LJOKH):
+    rows_COKH = pages_LJOKH[layer, page_ids_C]
+    return rows_COKH.reshape(-1, *rows_COKH.shape[2:])
+
+  return read(pool.key_LJOKH), read(pool.value_LJOKH)
 
 
 def decode_attention(

@@ -59,6 +59,16 @@ class Parcel:
     has_kv = self.kv is not None or self.claim is not None
     return self.position if has_kv else 0
 
+  def prefilled(self) -> Int[np.ndarray, "T"]:
+    """The tokens whose KV is prefill's, hence the same for whoever has them.
+
+    Those are all before the one to feed next, but of a request that brings its
+    KV along only the prompt's: what it has sampled got its KV by decoding.
+    """
+    if self.kv is not None or self.claim is not None:
+      return self.request.prompt[:-1]
+    return np.concatenate([self.request.prompt, self.tokens])[:-1]
+
   def aged(self, version: int) -> "Parcel":
     """The same under another version, so without its KV."""
     return dataclasses.replace(
