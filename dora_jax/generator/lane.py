@@ -188,7 +188,7 @@ class Lane:
     if not self.num_live():
       return
     served, version = self._loaded()
-    was_running = self._slots.num_running() > 0
+    has_begun = self._slots.has_begun()
     is_filling = self._slots.fill(
       served, self._roster.line, version, admits=admits
     )
@@ -196,8 +196,8 @@ class Lane:
       # A prompt is longer than a chunk, other lanes hold the pages that the
       # first request waits for, or all requests are paused.
       return
-    if is_filling and not was_running:
-      # Few slots cost as much as all: nobody waits for this chunk, so it waits
+    if is_filling and not has_begun:
+      # Few slots cost as much to decode as all, and none would stall by waiting
       # for the others.
       return
     self._pool.kv, self._slots.on_mesh, self._chunk = self._engine.decode(

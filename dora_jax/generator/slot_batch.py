@@ -83,6 +83,12 @@ class SlotBatch:
     """Requests that the next chunk decodes."""
     return sum(not live.is_paused for live in self.live.values())
 
+  def has_begun(self) -> bool:
+    """Whether any request that the next chunk decodes was decoded before."""
+    return any(
+      live.num_sampled and not live.is_paused for live in self.live.values()
+    )
+
   def num_seated(self) -> int:
     """Slots that are not free."""
     return len(self.live) + (self.filling is not None)
