@@ -19,9 +19,9 @@ class Parcel:
   """One request without a slot; immutable, so that a failed move loses nothing.
 
   The KV is that of every token but the last, which is decoded next. It is in
-  `kv`, off the pool, or in `claim`, in it. A request that has sampled nothing
-  yet has neither; one whose KV belongs to a version that is not served any more
-  has neither too, and is prefilled anew with all its tokens.
+  `kv`, off the pool, or in `claim`, in it. A request that is not prefilled yet,
+  or in part, has neither; one whose KV belongs to a version that is not served
+  any more has neither too, and is prefilled anew with all its tokens.
 
   Attributes:
     request: the request.

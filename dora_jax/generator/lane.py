@@ -295,7 +295,8 @@ class Lane:
     They come back, without a token prefilled, when there is room for them.
 
     Returns:
-      Those that were here, held pages, and were not paused.
+      Those that were here, held pages, and were not paused; but not one that is
+      half prefilled, which has no KV to carry and only gives its pages back.
     """
     self._check_between_chunks()
     return self._roster.spill(requests)

@@ -28,9 +28,9 @@ _TRAINING_STREAM = 0
 class Roster:
   """Carries requests between slots, the waiting line and other lanes.
 
-  Only to be used between two chunks: who is in a slot has then sampled at least
-  a token, and is not finished, or is half prefilled. Whatever takes requests
-  out of their place first sends that one back to the line.
+  Only to be used between two chunks: who is in a slot is then not finished, and
+  has all the KV that it needs to be decoded. One may be half prefilled instead:
+  whatever takes requests out of their place first sends it back to the line.
 
   Attributes:
     slots: requests that are decoded, and paused ones that keep their place.

@@ -79,6 +79,7 @@ def test_a_group_of_8_costs_what_one_does():
   ratio = statistics.median(ratios[2:])
   print(
     f"group of 8 over one, 512 tokens: median {ratio:.3f}, "
-    f"{min(ratios[2:]):.3f} to {max(ratios[2:]):.3f}, one {took[1] * 1e3:.1f} ms"
+    f"{min(ratios[2:]):.3f} to {max(ratios[2:]):.3f}, one "
+    f"{took[1] * 1e3:.1f} ms"
   )
   assert ratio <= 1.15
