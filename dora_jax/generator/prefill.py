@@ -6,7 +6,8 @@ passes and calls have one shape each. So the KV of a token depends, bit by bit,
 on the tokens up to it and the params, and on nothing else: not on what follows
 it or shares a call with it, nor on when it is computed and how much of the
 prompt others had prefilled before. Moves, replay and the prefix cache rely on
-this.
+this. Where a pass has several blocks it takes, as decoding does of its slots,
+that a row of a product comes out the same wherever it stands.
 """
 
 import dataclasses
