@@ -160,6 +160,7 @@ def _decode_step(
     paged=paged,
     page_size=_PAGE_SIZE,
     max_length=limit,
+    prefill_chunk=_PAGE_SIZE,
     chunk_steps=_CHUNK_STEPS,
     stop_ids=(),
     seed=0,

@@ -16,6 +16,8 @@ from dora_jax.model import transformer
 PAGE_SIZE = 64
 # Decode steps between two looks of the host.
 _CHUNK_STEPS = 16
+# Prompt tokens between two chunks of decode steps; the default of a config.
+_PREFILL_CHUNK = 512
 
 
 class OurGenerator:
@@ -47,6 +49,7 @@ class OurGenerator:
       lanes=[(0, num_slots)],
       page_size=PAGE_SIZE,
       max_length=prompt_tokens + limit,
+      prefill_chunk=_PREFILL_CHUNK,
       chunk_steps=_CHUNK_STEPS,
       stop_ids=(),
       seed=0,

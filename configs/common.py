@@ -127,9 +127,15 @@ def _generator() -> config_dict.ConfigDict:
   generator.slots = 16  # requests decoded at once, a lane
   generator.attention = "auto"  # by the device; or "xla"
   generator.page_size = 64  # tokens
-  generator.num_pages = 0  # of each mesh; 0 = enough for all of its slots
+  # Of each mesh; 0 = enough for all of its slots at their limit, if they fit.
+  generator.num_pages = 0
+  # Where num_pages is 0: share that the pages may take of the memory that a
+  # device, or a CPU's host, has left beside all params.
+  generator.memory_share = 0.8
   generator.max_length = 64  # tokens of prompt and completion
   generator.max_new_tokens = 32  # stop token included
+  # Most prompt tokens to prefill between two chunks of decode steps.
+  generator.prefill_chunk = 512
   generator.chunk_steps = 8  # decode steps between two looks by the host
   generator.temperature = 1.0  # in training, as are the next three
   generator.top_k = 0  # keep so many of the likeliest tokens; 0 = all

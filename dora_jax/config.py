@@ -43,7 +43,8 @@ _FROM_ONE = (
   "task.max_prompt_tokens", "task.reward_workers", "cold_start.batch_size",
   "mesh.trainer_fsdp", "mesh.trainer_tensor", "mesh.num_generators",
   "mesh.generator_tensor", "mesh.lanes", "generator.slots",
-  "generator.page_size", "generator.max_new_tokens", "generator.chunk_steps",
+  "generator.page_size", "generator.max_new_tokens", "generator.prefill_chunk",
+  "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
   "coordinator.oversample",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
@@ -257,6 +258,14 @@ def _check_lengths(config: Config) -> None:
       "trainer.row_length",
       f"at least config.generator.max_length, {generator.max_length}",
     )
+  if generator.prefill_chunk < generator.page_size:
+    raise _wrong(
+      config,
+      "generator.prefill_chunk",
+      f"at least config.generator.page_size, {generator.page_size}",
+    )
+  if not 0 < generator.memory_share <= 1:
+    raise _wrong(config, "generator.memory_share", "above 0 and at most 1")
   pages = -(-generator.max_length // generator.page_size)
   if 0 < generator.num_pages < pages:
     raise _wrong(

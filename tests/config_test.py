@@ -74,6 +74,8 @@ _WRONG = [
     {"generator__num_pages": 3, "generator__page_size": 16},
     ["num_pages is 3", "at least 4"],
   ),
+  ({"generator__memory_share": 1.5}, ["memory_share is 1.5", "at most 1"]),
+  ({"generator__prefill_chunk": 8}, ["prefill_chunk is 8", "page_size, 64"]),
   ({"generator__temperature": 0.0}, ["temperature is 0.0", "above 0"]),
   ({"generator__top_k": -1}, ["top_k is -1", "at least 0"]),
   ({"generator__top_p": 0.0}, ["top_p is 0.0", "above 0 and at most 1"]),

@@ -55,7 +55,7 @@ class Progress:
     num_sampled: tokens that it has sampled since it joined.
     num_kv_tokens: positions whose KV its live requests hold.
     num_waiting: live requests without a slot; as none gets more than it has
-      slots, they wait for pages.
+      slots, they wait for pages, or for others' prompts to be prefilled.
     pages_used: pages of its mesh that are held, by whichever lane.
     num_pages: pages of its mesh.
   """

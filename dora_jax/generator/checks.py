@@ -16,6 +16,7 @@ def check_sizes(
   config: transformer.ModelConfig,
   page_size: int,
   max_length: int,
+  prefill_chunk: int,
   chunk_steps: int,
 ) -> None:
   """Raises where a worker cannot be made with these settings."""
@@ -34,6 +35,11 @@ def check_sizes(
       f"Page size is {page_size} and a chunk {chunk_steps} steps, but both "
       "must be at least 1: change config.generator.page_size or "
       "config.generator.chunk_steps."
+    )
+  if prefill_chunk < page_size:
+    raise ValueError(
+      f"A chunk of prefill has {prefill_chunk} tokens but must fill at least a "
+      f"page of {page_size}: raise config.generator.prefill_chunk."
     )
   if not 2 <= max_length <= config.max_positions:
     raise ValueError(

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from dora_jax import interfaces, types
-from dora_jax.generator import kv_pool, pages, sampling, verbs
+from dora_jax.generator import kv_pool, pages, prefill, sampling, verbs
 from dora_jax.generator.attention import base
 from dora_jax.model import transformer
 
-# The shortest prompts that prefill is compiled for.
+# The shortest sequences that scoring is compiled for.
 _BUCKET_TOKENS = 64
 
 
@@ -89,7 +89,7 @@ def _compile(
       verbs.create_slots, static_argnums=(0, 1), out_shardings=everywhere
     ),
     prefill=jax.jit(
-      functools.partial(verbs.prefill, config=config, paged=paged),
+      functools.partial(prefill.prefill, config=config, paged=paged),
       donate_argnames="pool",
       out_shardings=split,
     ),
@@ -117,9 +117,13 @@ def _compile(
 class Engine:
   """The verbs, compiled for one model on one mesh.
 
-  Shapes are static: a verb is compiled once for each number of slots, prefill
-  and score also for each bucket of lengths, reading and writing pages for each
+  Shapes are static: prefill is compiled once, other verbs once for each number
+  of slots, score for each bucket of lengths, reading and writing pages for each
   power of two, and never again for other requests or other versions.
+
+  Attributes:
+    page_size: token positions of a page.
+    prefill_sizes: how prefill is cut up.
   """
 
   def __init__(
@@ -130,11 +134,18 @@ class Engine:
     paged: base.PagedAttention,
     page_size: int,
     max_length: int,
+    prefill_chunk: int,
     chunk_steps: int,
     stop_ids: Sequence[int],
     seed: int,
   ):
     self.page_size = page_size
+    self.prefill_sizes = prefill.choose_sizes(
+      page_size=page_size,
+      prefill_chunk=prefill_chunk,
+      max_length=max_length,
+      platform=mesh.devices.flat[0].platform,
+    )
     self._max_length = max_length
     self._bucket_pages = max(_BUCKET_TOKENS // page_size, 1)
     num_buckets = pages.num_pages_for(
@@ -146,7 +157,7 @@ class Engine:
     self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
     self._compiled = _compile(mesh, config, paged, chunk_steps, tuple(stop_ids))
 
-  def bucket_pages(self, num_tokens: int) -> int:
+  def _bucket(self, num_tokens: int) -> int:
     """Pages to pad so many tokens to: 64, 128, ... tokens, or a whole table."""
     num_buckets = pages.num_pages_for(
       num_tokens, self._bucket_pages * self.page_size
@@ -176,32 +187,24 @@ class Engine:
     self,
     served: verbs.Served,
     pool: kv_pool.KvPool,
-    rows: Sequence[tuple[Int[np.ndarray, "_"], Sequence[int]]],
-    *,
-    num_rows: int,
+    blocks: Sequence[prefill.Block],
   ) -> kv_pool.KvPool:
-    """Writes the KV of some tokens, from position 0 on, into their pages.
+    """Writes the KV of some blocks into their pages.
 
     Args:
       served: the params.
       pool: donated.
-      rows: tokens, and the pages that they fill; all of one bucket.
-      num_rows: rows to compile for; at least as many as there are.
+      blocks: at most prefill_sizes.call_blocks; what those of a sequence need
+        of it is prefilled or comes before them.
 
     Returns:
       The pool with those pages written.
     """
-    width = self.bucket_pages(max(len(tokens) for tokens, _ in rows))
-    tokens_PT = np.zeros((num_rows, width * self.page_size), np.int32)
-    page_ids_PC = np.full((num_rows, width), pages.TRASH_PAGE, np.int32)
-    length_P = np.zeros(num_rows, np.int32)
-    for row, (tokens, page_ids) in enumerate(rows):
-      tokens_PT[row, : len(tokens)] = tokens
-      page_ids_PC[row, : len(page_ids)] = page_ids
-      length_P[row] = len(tokens)
-    arrays = (tokens_PT, length_P, page_ids_PC, np.int32(len(rows)))
-    arrays = jax.device_put(arrays, self._everywhere)
-    return self._compiled.prefill(served.params, pool, *arrays)
+    call = prefill.gather(
+      blocks, sizes=self.prefill_sizes, page_size=self.page_size
+    )
+    call = jax.device_put(call, self._everywhere)
+    return self._compiled.prefill(served.params, pool, call)
 
   def insert(
     self, pool: kv_pool.KvPool, slots: verbs.Slots, entries: Sequence[Entry]
@@ -341,7 +344,7 @@ class Engine:
         f"Scoring takes 2 to {self._max_length} tokens, not {len(tokens)}: "
         "change config.generator.max_length."
       )
-    width = self.bucket_pages(len(tokens))
+    width = self._bucket(len(tokens))
     tokens_T = np.zeros(width * self.page_size, np.int32)
     tokens_T[: len(tokens)] = tokens
     arrays = jax.device_put((tokens_T, np.int32(len(tokens))), self._everywhere)

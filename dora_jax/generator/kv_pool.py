@@ -1,5 +1,6 @@
 """The KV pool on a mesh: its pages, and what can be done with whole pages."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -35,11 +36,26 @@ class SharedPool:
     kv: the pages themselves; replaced by each verb, which consumes it.
     allocator: who holds which page.
     page_size: token positions of a page.
+    num_serving: version -> lanes that serve it.
   """
 
   kv: KvPool
   allocator: pages.PageAllocator
   page_size: int
+  num_serving: collections.Counter[int] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+
+  def serve(self, version: int) -> None:
+    """A lane serves this version from now on."""
+    self.num_serving[version] += 1
+
+  def unserve(self, version: int) -> None:
+    """A lane serves it no more; after the last, nothing of it is found."""
+    self.num_serving[version] -= 1
+    if not self.num_serving[version]:
+      del self.num_serving[version]
+      self.allocator.drop(version)
 
 
 def copy_pages(

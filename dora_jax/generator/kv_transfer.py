@@ -19,9 +19,9 @@ class Parcel:
   """One request without a slot; immutable, so that a failed move loses nothing.
 
   The KV is that of every token but the last, which is decoded next. It is in
-  `kv`, off the pool, or in `claim`, in it. A request that has sampled nothing
-  yet has neither; one whose KV belongs to a version that is not served any more
-  has neither too, and is prefilled anew with all its tokens.
+  `kv`, off the pool, or in `claim`, in it. A request that is not prefilled yet,
+  or in part, has neither; one whose KV belongs to a version that is not served
+  any more has neither too, and is prefilled anew with all its tokens.
 
   Attributes:
     request: the request.
@@ -60,6 +60,16 @@ class Parcel:
     """Positions whose KV it brings along."""
     has_kv = self.kv is not None or self.claim is not None
     return self.position if has_kv else 0
+
+  def prefilled(self) -> Int[np.ndarray, "T"]:
+    """The tokens whose KV is prefill's, hence the same for whoever has them.
+
+    Those are all before the one to feed next, but of a request that brings its
+    KV along only the prompt's: what it has sampled got its KV by decoding.
+    """
+    if self.kv is not None or self.claim is not None:
+      return self.request.prompt[:-1]
+    return np.concatenate([self.request.prompt, self.tokens])[:-1]
 
   def aged(self, version: int) -> "Parcel":
     """The same under another version, so without its KV."""

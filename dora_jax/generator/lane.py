@@ -82,8 +82,8 @@ class Lane:
         f"{self.num_live()} requests of version {self.version} are live: a "
         "trajectory is sampled by one version, so let them finish first."
       )
-    self._served = self._engine.serve(version, params)
-    self.version = version
+    served = self._engine.serve(version, params)
+    self._change(version, served)
 
   def unload(self) -> None:
     """Lets go of its params, so that they can be freed before others come.
@@ -96,8 +96,7 @@ class Lane:
         f"Generator {self.generator_id} cannot let go of version "
         f"{self.version}: {self.num_live()} of its requests are live."
       )
-    self._served = None
-    self.version = None
+    self._change(None, None)
 
   def refresh(self, version: int, params: interfaces.Params) -> int:
     """Serves newer params, under which the live requests go on.
@@ -123,8 +122,10 @@ class Lane:
     before = self.counters.reprefilled_tokens
     # Everyone leaves, and comes back by the way of those who bring no KV.
     self._roster.age(version)
-    self._served, self.version = served, version
-    self._slots.admit(served, self._roster.line, version)
+    self._change(version, served)
+    # Nobody of this lane can be decoded before, so nothing is gained by chunks.
+    while self._slots.fill(served, self._roster.line, version, admits=True):
+      pass
     return self.counters.reprefilled_tokens - before
 
   def score(self, tokens: np.ndarray) -> np.ndarray:
@@ -169,12 +170,12 @@ class Lane:
     return self._roster.spillable()
 
   def can_advance(self, *, admits: bool = True) -> bool:
-    """Whether `launch` would start a chunk; not while all it has is paused."""
+    """Whether `launch` would do anything; not while all it has is paused."""
     if self._slots.num_running():
       return True
-    if not admits or self.version is None:
+    if self.version is None:
       return False
-    return self._slots.can_admit(self._roster.line, self.version)
+    return self._slots.can_fill(self._roster.line, self.version, admits=admits)
 
   def step(self) -> list[types.Trajectory]:
     """Advances every live request by a chunk; returns those that finished."""
@@ -182,16 +183,25 @@ class Lane:
     return self.collect()
 
   def launch(self, *, admits: bool = True) -> None:
-    """Fills free slots, if it may, and starts a chunk, without waiting."""
+    """Prefills a chunk, for free slots if it may, and starts to decode one.
+
+    It waits for neither.
+    """
     self._check_between_chunks()
     if not self.num_live():
       return
     served, version = self._loaded()
-    if admits:
-      self._slots.admit(served, self._roster.line, version)
+    has_begun = self._slots.has_begun()
+    is_filling = self._slots.fill(
+      served, self._roster.line, version, admits=admits
+    )
     if not self._slots.num_running():
-      # Other lanes hold the pages that the first request waits for, or all
-      # requests are paused.
+      # A prompt is longer than a chunk, other lanes hold the pages that the
+      # first request waits for, or all requests are paused.
+      return
+    if is_filling and not has_begun:
+      # Few slots cost as much to decode as all, and none would stall by waiting
+      # for the others.
       return
     self._pool.kv, self._slots.on_mesh, self._chunk = self._engine.decode(
       served, self._pool.kv, self._slots.on_mesh
@@ -293,7 +303,8 @@ class Lane:
     They come back, without a token prefilled, when there is room for them.
 
     Returns:
-      Those that were here, held pages, and were not paused.
+      Those that were here, held pages, and were not paused; but not one that is
+      half prefilled, which has no KV to carry and only gives its pages back.
     """
     self._check_between_chunks()
     return self._roster.spill(requests)
@@ -308,6 +319,13 @@ class Lane:
     """
     self._check_between_chunks()
     return self._roster.cancel(requests)
+
+  def _change(self, version: int | None, served: verbs.Served | None) -> None:
+    if self.version is not None:
+      self._pool.unserve(self.version)
+    if version is not None:
+      self._pool.serve(version)
+    self.version, self._served = version, served
 
   def _loaded(self) -> tuple[verbs.Served, int]:
     if self._served is None or self.version is None:

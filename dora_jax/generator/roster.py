@@ -28,8 +28,9 @@ _TRAINING_STREAM = 0
 class Roster:
   """Carries requests between slots, the waiting line and other lanes.
 
-  Only to be used between two chunks: who is in a slot has then sampled at least
-  a token, and is not finished.
+  Only to be used between two chunks: who is in a slot is then not finished, and
+  has all the KV that it needs to be decoded. One may be half prefilled instead:
+  whatever takes requests out of their place first sends it back to the line.
 
   Attributes:
     slots: requests that are decoded, and paused ones that keep their place.
@@ -54,13 +55,16 @@ class Roster:
 
   def num_live(self) -> int:
     """Requests that have come and neither finished nor left."""
-    return len(self.line) + len(self.slots.live) + len(self._held)
+    return len(self.line) + self.slots.num_seated() + len(self._held)
 
   def num_kv_tokens(self) -> int:
     """Positions whose KV they hold, in the pool or off it."""
     parcels = [*self.line, *self._held.values()]
-    return sum(live.position for live in self.slots.live.values()) + sum(
-      parcel.num_kv_tokens for parcel in parcels
+    filling = self.slots.filling
+    return (
+      sum(live.position for live in self.slots.live.values())
+      + sum(parcel.num_kv_tokens for parcel in parcels)
+      + (filling.num_kv_tokens if filling is not None else 0)
     )
 
   def num_lacking_pages(
@@ -71,32 +75,34 @@ class Roster:
     Only for training's requests, and only where a slot is free for the next.
     """
     first = next(self.line.without_pages(), None)
-    num_seated = len(self.slots.live) + self.line.num_holding
+    num_seated = self.slots.num_seated() + self.line.num_holding
     if first is None or num_seated >= self.slots.num_slots:
       return 0
     if first.request.stream != _TRAINING_STREAM:
       return 0
-    (admission,) = scheduler.plan_admissions(
-      [first.request],
+    admission = scheduler.plan_admission(
+      first.request,
+      first.prefilled(),
       version=version,
-      free_slots=[0],
-      num_free_pages=allocator.num_pages,
+      allocator=allocator,
       page_size=self._engine.page_size,
-      live_prompts={live.prompt_key for live in self.slots.live.values()},
     )
-    return max(0, admission.num_new_pages - allocator.num_free)
+    return admission.num_lacking
 
   def spillable(self) -> list[Name]:
     """Requests of training that hold pages and are not paused.
 
-    Those without a slot come first, then the latest groups, from the last
-    member on, for whose pages nobody waits as long.
+    Those without a slot come first, then the one that is half prefilled, then
+    the latest groups, from the last member on, for whose pages nobody waits as
+    long.
     """
     idle = [parcel for parcel in self.line if parcel.claim is not None]
+    filling = self.slots.filling
+    half = [] if filling is None else [filling.parcel]
     running = [live for live in self.slots.live.values() if not live.is_paused]
     return [
       one.name
-      for those in (idle, running)
+      for those in (idle, half, running)
       for one in sorted(those, key=lambda one: one.name, reverse=True)
       if one.request.stream == _TRAINING_STREAM
     ]
@@ -111,6 +117,7 @@ class Roster:
     self, names: Collection[Name], *, copies_kv: bool
   ) -> list[kv_transfer.Parcel]:
     """Pauses those of the requests that are here, and packs them."""
+    self._withdraw()
     is_meant = _is_one_of(names)
     paused = [live for live in self.slots.live.values() if live.is_paused]
     for one in [*paused, *self._held.values()]:
@@ -133,6 +140,7 @@ class Roster:
     Raises:
       ValueError: one of them is here already.
     """
+    self._withdraw()
     here = {live.name for live in self.slots.live.values()}
     here |= {parcel.name for parcel in self.line} | self._held.keys()
     for parcel in parcels:
@@ -162,6 +170,7 @@ class Roster:
     Raises:
       RuntimeError: one of them is not paused.
     """
+    self._withdraw()
     is_meant = _is_one_of(names)
     running = [live for live in self.slots.live.values() if not live.is_paused]
     for one in [*running, *self.line]:
@@ -186,8 +195,10 @@ class Roster:
   def spill(self, names: Collection[Name]) -> list[Name]:
     """Takes pages and slots from requests, whose KV waits on the host.
 
-    They are next in line for pages. Paused ones stay as they are.
+    They are next in line for pages. Paused ones stay as they are; who is half
+    prefilled goes back to the line too, but brings no KV to the host.
     """
+    self._withdraw()
     meant = _is_one_of(names)
     slots = self.slots.find(lambda live: not live.is_paused and meant(live))
     lives = [self.slots.live[slot] for slot in slots]
@@ -208,6 +219,7 @@ class Roster:
 
   def cancel(self, names: Collection[Name]) -> list[tuple[int, int, int]]:
     """Gives up requests, paused or not: (group_id, member, tokens) of each."""
+    self._withdraw()
     is_meant = _is_one_of(names)
     self.slots.pause(
       self.slots.find(lambda live: not live.is_paused and is_meant(live))
@@ -224,6 +236,7 @@ class Roster:
 
     All go back to the line, in order, but for paused ones, which are held.
     """
+    self._withdraw()
     lives = list(self.slots.live.values())
     running = [live.pack() for live in lives if not live.is_paused]
     paused = [live.pack() for live in lives if live.is_paused]
@@ -238,6 +251,15 @@ class Roster:
     self.line.put_back([parcel.aged(version) for parcel in begun])
     self.line.add_new([parcel.aged(version) for parcel in new])
     self._held = {p.name: p.aged(version) for p in paused + held}
+
+  def _withdraw(self) -> None:
+    """Puts who is half prefilled back, so that all are in line or done.
+
+    It loses no more than its place in the batch: `SlotBatch.withdraw`.
+    """
+    parcel = self.slots.withdraw()
+    if parcel is not None:
+      self.line.put_back([parcel])
 
   def _carry(self, kv: kv_pool.KvPool | None) -> kv_pool.KvPool | None:
     if kv is None or not isinstance(kv.keys, jax.Array):

@@ -3,9 +3,10 @@
 What lives there is the params (an argument of each function, so that another
 version is another argument), the KvPool of the mesh and the Slots of a lane.
 
-A prompt of n tokens is prefilled up to its last token; that one enters the slot
-and is the first to be decoded. So every token is sampled by `decode`, and the
-members of a group read the same pages without anyone storing logits.
+A prompt of n tokens is prefilled (prefill.py) up to its last token; that one
+enters the slot and is the first to be decoded. So every token is sampled by
+`decode`, and the members of a group read the same pages without anyone storing
+logits.
 """
 
 import dataclasses
@@ -135,40 +136,6 @@ def create_slots(num_slots: int, table_width: int) -> Slots:
     key_B=jax.random.split(jax.random.key(0), num_slots),
     is_active_B=zeros(jnp.bool_),
   )
-
-
-def prefill(
-  params: interfaces.Params,
-  pool: kv_pool.KvPool,
-  tokens_PT: Int[Array, "P T"],
-  length_P: Int[Array, "P"],
-  page_ids_PC: Int[Array, "P C"],
-  num_prompts: Int[Array, ""],
-  *,
-  config: transformer.ModelConfig,
-  paged: base.PagedAttention,
-) -> kv_pool.KvPool:
-  """Writes the KV of the first num_prompts rows into their pages.
-
-  One row after the other, so that what is written for a prompt does not depend
-  on the others, by not a bit.
-  """
-  positions_BT = jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
-
-  def prefill_row(row, pool):
-    is_real_BT = positions_BT < length_P[row]
-    attend = paged.prefill(is_real_BT.astype(jnp.int32), page_ids_PC[row])
-    _, pool = transformer.forward(
-      params,
-      config,
-      tokens_PT[row][None],
-      positions_BT,
-      attend=attend,
-      kv=pool,
-    )
-    return pool
-
-  return jax.lax.fori_loop(0, num_prompts, prefill_row, pool)
 
 
 def insert(

@@ -31,6 +31,7 @@ class MeshWorker:
     page_size: int,
     num_pages: int | None = None,
     max_length: int,
+    prefill_chunk: int,
     chunk_steps: int,
     stop_ids: Sequence[int],
     decode_text: stopping.Decode,
@@ -48,6 +49,8 @@ class MeshWorker:
       num_pages: pages of the pool, the trash page included; None makes enough
         for every slot of every lane to reach max_length at once.
       max_length: most tokens of a sequence, prompt and completion together.
+      prefill_chunk: most tokens whose KV a lane computes between two chunks of
+        decoding.
       chunk_steps: decode steps between two looks of the host.
       stop_ids: tokens that end a completion.
       decode_text: the text of tokens, in which stop strings are looked for.
@@ -63,6 +66,7 @@ class MeshWorker:
       config=config,
       page_size=page_size,
       max_length=max_length,
+      prefill_chunk=prefill_chunk,
       chunk_steps=chunk_steps,
     )
     checks.check_stop_ids(stop_ids, config.vocab_size)
@@ -89,6 +93,7 @@ class MeshWorker:
       paged=paged,
       page_size=page_size,
       max_length=max_length,
+      prefill_chunk=prefill_chunk,
       chunk_steps=chunk_steps,
       stop_ids=stop_ids,
       seed=seed,

@@ -8,7 +8,6 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from dora_jax import checkpoint, interfaces, trace, types
@@ -93,14 +92,7 @@ def _build(
   tokenizer = pieces.make_tokenizer(config)
   task = pieces.make_task(config, tokenizer)
   shape = pieces.make_model_config(config, tokenizer)
-  split = meshes.split_devices(
-    jax.devices(),
-    trainer_fsdp=config.mesh.trainer_fsdp,
-    trainer_tensor=config.mesh.trainer_tensor,
-    num_generators=config.mesh.num_generators,
-    generator_tensor=config.mesh.generator_tensor,
-    colocated=config.mesh.colocated,
-  )
+  split = pieces.make_meshes(config)
   trainer = pieces.make_trainer(
     config,
     shape,
@@ -238,20 +230,30 @@ def _build_workers(
   """One worker a generator mesh; the first has the evaluation's lane too."""
   generator = config.generator
   num_lanes = config.mesh.lanes
+  ids_of = [
+    list(range(mesh_id * num_lanes, (mesh_id + 1) * num_lanes))
+    for mesh_id in range(len(split.generators))
+  ]
+  ids_of[0].append(len(split.generators) * num_lanes)
+  # All before the first pool, for meshes may share devices.
+  num_pages = [
+    pieces.choose_num_pages(config, shape, split, mesh_id, num_lanes=len(ids))
+    for mesh_id, ids in enumerate(ids_of)
+  ]
   workers = []
   for mesh_id, mesh in enumerate(split.generators):
-    ids = list(range(mesh_id * num_lanes, (mesh_id + 1) * num_lanes))
-    if mesh_id == 0:
-      ids.append(len(split.generators) * num_lanes)
     workers.append(
       worker_lib.MeshWorker(
         mesh=mesh,
         config=shape,
         paged=choice.choose(generator.attention, mesh),
-        lanes=[(generator_id, generator.slots) for generator_id in ids],
+        lanes=[
+          (generator_id, generator.slots) for generator_id in ids_of[mesh_id]
+        ],
         page_size=generator.page_size,
-        num_pages=generator.num_pages or None,
+        num_pages=num_pages[mesh_id],
         max_length=generator.max_length,
+        prefill_chunk=generator.prefill_chunk,
         chunk_steps=generator.chunk_steps,
         stop_ids=stop_ids,
         decode_text=tokenizer.decode,

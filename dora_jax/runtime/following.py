@@ -14,6 +14,7 @@ Config = Any
 _FREE = (
   "checkpoint",
   "evaluation",
+  "generator.memory_share",
   "generator.num_pages",
   "runtime",
   "mesh.host_devices",

@@ -12,8 +12,9 @@ from dora_jax import interfaces, types
 from dora_jax.coordinator import balance
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import base, registry
+from dora_jax.generator import budget, pages
 from dora_jax.model import huggingface, transformer
-from dora_jax.parallel import axes
+from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.tasks import prompts, sources, templates, tokenizers
 from dora_jax.trainer import train_state, train_step
@@ -104,6 +105,18 @@ def make_model_config(
   )
 
 
+def make_meshes(config: Config) -> meshes.Meshes:
+  """The devices of trainer and generators, by config.mesh."""
+  return meshes.split_devices(
+    jax.devices(),
+    trainer_fsdp=config.mesh.trainer_fsdp,
+    trainer_tensor=config.mesh.trainer_tensor,
+    num_generators=config.mesh.num_generators,
+    generator_tensor=config.mesh.generator_tensor,
+    colocated=config.mesh.colocated,
+  )
+
+
 def make_params(
   config: Config, shape: transformer.ModelConfig, mesh: jax.sharding.Mesh
 ) -> interfaces.Params:
@@ -181,6 +194,48 @@ def make_trainer(
     compute_dtype=jnp.dtype(config.model.compute_dtype),
     logprob_chunk=trainer.logprob_chunk,
     remat=trainer.remat,
+  )
+
+
+def choose_num_pages(
+  config: Config,
+  shape: transformer.ModelConfig,
+  split: meshes.Meshes,
+  mesh_id: int,
+  *,
+  num_lanes: int,
+) -> int:
+  """Pages of a generator mesh: config.generator.num_pages, or what fits."""
+  generator = config.generator
+  if generator.num_pages:
+    return generator.num_pages
+  num_devices = split.generators[mesh_id].size
+  num_params = sum(
+    leaf.size
+    for leaf in jax.tree.leaves(
+      transformer.abstract_params(shape, dtype=jnp.float32)
+    )
+  )
+  # Each lane may hold a version of its own; one more is on its way at times.
+  itemsize = jnp.dtype(generator.dtype).itemsize
+  reserved_bytes = (num_lanes + 1) * num_params * itemsize // num_devices
+  if config.mesh.colocated:
+    # The trainer's state is there already; not so its gradients and updates.
+    reserved_bytes += 2 * num_params * 4 // split.trainer.size
+  return budget.choose_num_pages(
+    memory=budget.measure_memory(
+      [list(mesh.devices.flat) for mesh in split.generators], mesh_id
+    ),
+    share=generator.memory_share,
+    reserved_bytes=reserved_bytes,
+    bytes_a_page=budget.page_bytes(
+      shape,
+      page_size=generator.page_size,
+      dtype=jnp.dtype(generator.dtype),
+      num_devices=num_devices,
+    ),
+    pages_a_slot=pages.num_pages_for(generator.max_length, generator.page_size),
+    num_slots=num_lanes * generator.slots,
   )
 
 

@@ -76,7 +76,7 @@ def test_equals_a_full_forward_pass_and_a_look_after_each_token():
 
 
 def test_chunks_and_company_change_not_a_bit():
-  lane = tiny.make_lane(chunk_steps=8, page_size=16)
+  lane = tiny.make_lane(chunk_steps=8)
   assert tiny.by_request(tiny.run(lane, _requests()[::-1])) == _fast()
   for request in _requests()[::5]:
     alone = tiny.by_request(tiny.run(lane, [request]))

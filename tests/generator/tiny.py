@@ -64,6 +64,7 @@ def make_worker(**changes) -> worker.MeshWorker:
     "lanes": [(0, 4)],
     "page_size": 4,
     "max_length": MAX_LENGTH,
+    "prefill_chunk": 512,
     "chunk_steps": 3,
     "stop_ids": STOP_IDS,
     "decode_text": decode_text,

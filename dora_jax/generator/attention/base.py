@@ -40,15 +40,19 @@ class PagedAttention(Protocol):
     ...
 
   def prefill(
-    self, segment_ids_BT: Int[Array, "1 T"], page_ids_C: Int[Array, "C"]
+    self,
+    start_R: Int[Array, "R"],
+    page_table_RC: Int[Array, "R C"],
+    filled_RW: Int[Array, "R W"],
   ) -> attention.Attend:
-    """Causal attention within one prompt that also fills its pages.
+    """Attention of blocks to all before them, which also fills their pages.
 
     Args:
-      segment_ids_BT: 1 for the prompt, 0 for the padding after it; one row, as
-        long as the pages.
-      page_ids_C: where each page's worth of tokens goes. What lies past the
-        prompt is written too: nothing reads it before decoding overwrites it.
+      start_R: position of each block's first token, a multiple of its tokens.
+      page_table_RC: pages of each block's sequence in order of position; those
+        before it are full, be it by another block of the same pass.
+      filled_RW: where each page's worth of tokens goes. What lies past the end
+        of the sequence is written too: nothing reads it before decoding does.
 
     Returns:
       The callback that the model's forward pass takes as `attend`.

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dora_jax.generator import kv_pool, pages
+from dora_jax.generator.attention import xla_blocks
 from dora_jax.model import attention, transformer
 
 
@@ -47,28 +48,13 @@ class XlaAttention:
     return NamedSharding(mesh, PartitionSpec(None, None, "tensor"))
 
   def prefill(
-    self, segment_ids_BT: Int[Array, "1 T"], page_ids_C: Int[Array, "C"]
+    self,
+    start_R: Int[Array, "R"],
+    page_table_RC: Int[Array, "R C"],
+    filled_RW: Int[Array, "R W"],
   ) -> attention.Attend:
-    """Dense causal attention within one prompt that also fills its pages."""
-    attend_dense = attention.segment_attention(segment_ids_BT)
-    num_pages = page_ids_C.shape[0]
-
-    def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
-      _, num_tokens, num_heads, width = key_BTKH.shape
-      page = (num_pages, num_tokens // num_pages, num_heads, width)
-      key_CKHO = key_BTKH.reshape(page).transpose(0, 2, 3, 1)
-      value_CKOH = value_BTKH.reshape(page).transpose(0, 2, 1, 3)
-      where = layer, page_ids_C
-      pool = kv_pool.KvPool(
-        keys=pool.keys.at[where].set(key_CKHO.astype(pool.keys.dtype)),
-        values=pool.values.at[where].set(value_CKOH.astype(pool.values.dtype)),
-      )
-      out_BTKGH, _ = attend_dense(
-        query_BTKGH, key_BTKH, value_BTKH, None, layer
-      )
-      return out_BTKGH, pool
-
-    return attend
+    """Attention of blocks to all before them, which also fills their pages."""
+    return xla_blocks.block_attention(start_R, page_table_RC, filled_RW)
 
   def decode(
     self,
