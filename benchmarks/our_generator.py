@@ -34,6 +34,7 @@ class OurGenerator:
     num_slots: int,
     prompt_tokens: int,
     limit: int,
+    chunks_ahead: int = 0,
   ):
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
     params = transformer.init_params(config, key=jax.random.key(0))
@@ -51,6 +52,7 @@ class OurGenerator:
       max_length=prompt_tokens + limit,
       prefill_chunk=_PREFILL_CHUNK,
       chunk_steps=_CHUNK_STEPS,
+      chunks_ahead=chunks_ahead,
       stop_ids=(),
       seed=0,
       dtype=jnp.float32,

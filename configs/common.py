@@ -137,6 +137,7 @@ def _generator() -> config_dict.ConfigDict:
   # Most prompt tokens to prefill between two chunks of decode steps.
   generator.prefill_chunk = 512
   generator.chunk_steps = 8  # decode steps between two looks by the host
+  generator.chunks_ahead = "auto"  # under way meanwhile; auto: 1, on CPU 0
   generator.temperature = 1.0  # in training, as are the next three
   generator.top_k = 0  # keep so many of the likeliest tokens; 0 = all
   generator.top_p = 1.0  # keep the likeliest that hold this share; 1 = all

@@ -102,18 +102,22 @@ def validate(config: Config, *, num_devices: int) -> None:
 
 
 def rollout_groups(config: Config) -> int | None:
-  """Groups to keep in flight; None where the schedule finds it ("auto").
+  """Groups to keep in flight; None where the schedule finds it ("auto")."""
+  return _count_or_auto(config, "coordinator.rollout_groups", 1)
 
-  On the command line the number arrives as text.
-  """
-  value = config.coordinator.rollout_groups
+
+def chunks_ahead(config: Config) -> int | None:
+  """Chunks under way while one is read; None where the device says ("auto")."""
+  return _count_or_auto(config, "generator.chunks_ahead", 0)
+
+
+def _count_or_auto(config: Config, field: str, least: int) -> int | None:
+  """The count, which arrives as text on the command line; None for "auto"."""
+  value = _get(config, field)
   if value == "auto":
     return None
-  if not re.fullmatch(r"[1-9][0-9]*", str(value)):
-    raise ValueError(
-      f"config.coordinator.rollout_groups is {value!r} but must be "
-      '"auto" or a number of groups of at least 1.'
-    )
+  if not re.fullmatch(r"[0-9]+", str(value)) or int(value) < least:
+    raise _wrong(config, field, f'"auto" or a number of at least {least}')
   return int(value)
 
 
@@ -177,6 +181,7 @@ def _check_values(config: Config) -> None:
     if not _get(config, field) > 0:
       raise _wrong(config, field, "above 0")
   rollout_groups(config)
+  chunks_ahead(config)
 
 
 def _check_at_least(config: Config, fields: Sequence[str], least: int) -> None:

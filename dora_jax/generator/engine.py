@@ -59,7 +59,7 @@ class _Compiled:
   create_slots: Callable[..., verbs.Slots]
   prefill: Callable[..., kv_pool.KvPool]
   insert: Callable[..., tuple[kv_pool.KvPool, verbs.Slots]]
-  decode: Callable[..., tuple[kv_pool.KvPool, verbs.Slots, verbs.Chunk]]
+  decode: Callable[..., tuple[kv_pool.KvPool, verbs.Slots, jax.Array]]
   score: Callable[..., jax.Array]
   switch: Callable[..., verbs.Slots]
   read_pages: Callable[..., kv_pool.KvPool]
@@ -319,7 +319,7 @@ class Engine:
 
   def decode(
     self, served: verbs.Served, pool: kv_pool.KvPool, slots: verbs.Slots
-  ) -> tuple[kv_pool.KvPool, verbs.Slots, verbs.Chunk]:
+  ) -> tuple[kv_pool.KvPool, verbs.Slots, Int[jax.Array, "T F B"]]:
     """Samples a chunk of tokens for each active slot.
 
     Args:
@@ -328,7 +328,7 @@ class Engine:
       slots: donated.
 
     Returns:
-      Pool, slots, and what was sampled.
+      Pool, slots, and what was sampled, for `verbs.unpack_chunk`.
     """
     return self._compiled.decode(served, pool, slots)
 

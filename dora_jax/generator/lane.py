@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-import jax
 import numpy as np
 
 from dora_jax import interfaces, types
 from dora_jax.generator import (
   checks,
+  flights,
   kv_pool,
   kv_transfer,
   roster,
@@ -16,14 +16,16 @@ from dora_jax.generator import (
   verbs,
 )
 from dora_jax.generator import engine as engine_lib
-from dora_jax.generator import live as live_lib
 from dora_jax.model import transformer
 
 
 class Lane:
   """Serves the requests of one version at a time; implements Generator.
 
-  Not for several threads: the one that drives the mesh calls everything.
+  Not for several threads: the one that drives the mesh calls everything. Up to
+  `chunks_ahead` chunks are under way between two calls of `step`, so that the
+  mesh need not wait for the host; whatever else changes who is in the slots
+  waits for them first, and `step` then returns what they have finished.
 
   A request moves in two phases, so that a failed move leaves it where it was:
   `extract` packs it and pauses it here, `restore` takes it over elsewhere, and
@@ -47,6 +49,7 @@ class Lane:
     max_length: int,
     stop_ids: Sequence[int],
     decode_text: stopping.Decode,
+    chunks_ahead: int,
   ):
     self.generator_id = generator_id
     self.version: int | None = None
@@ -56,8 +59,6 @@ class Lane:
     self._pool = pool
     self._vocab_size = config.vocab_size
     self._max_length = max_length
-    self._stop_ids = frozenset(stop_ids)
-    self._decode_text = decode_text
     self._served: verbs.Served | None = None
     self._slots = slot_batch.SlotBatch(
       num_slots=num_slots, engine=engine, pool=pool, counters=self.counters
@@ -68,7 +69,14 @@ class Lane:
       engine=engine,
       counters=self.counters,
     )
-    self._chunk: verbs.Chunk | None = None
+    self._chunks_ahead = chunks_ahead
+    self._has_launched = False
+    self._flights = flights.Flights(
+      slots=self._slots,
+      counters=self.counters,
+      stop_ids=stop_ids,
+      decode_text=decode_text,
+    )
 
   def load(self, version: int, params: interfaces.Params) -> None:
     """Serves these params, which are on its mesh, from now on.
@@ -112,7 +120,7 @@ class Lane:
     Raises:
       ValueError: the version is older than the one served.
     """
-    self._check_between_chunks()
+    self._land()
     if self.version is None or version < self.version:
       raise ValueError(
         f"Generator {self.generator_id} serves version {self.version}, which "
@@ -146,7 +154,7 @@ class Lane:
 
   def num_live(self) -> int:
     """Requests accepted and neither returned nor forgotten."""
-    return self._roster.num_live()
+    return self._roster.num_live() + len(self._flights.finished)
 
   def num_waiting(self) -> int:
     """Live requests that wait for a slot."""
@@ -170,8 +178,8 @@ class Lane:
     return self._roster.spillable()
 
   def can_advance(self, *, admits: bool = True) -> bool:
-    """Whether `launch` would do anything; not while all it has is paused."""
-    if self._slots.num_running():
+    """Whether `step` would do anything; not while all it has is paused."""
+    if self._slots.num_running() or self._flights or self._flights.finished:
       return True
     if self.version is None:
       return False
@@ -187,8 +195,11 @@ class Lane:
 
     It waits for neither.
     """
-    self._check_between_chunks()
-    if not self.num_live():
+    if self._has_launched:
+      raise RuntimeError(
+        f"Generator {self.generator_id} has launched a chunk: collect first."
+      )
+    if not self._roster.num_live():
       return
     served, version = self._loaded()
     has_begun = self._slots.has_begun()
@@ -203,43 +214,21 @@ class Lane:
       # Few slots cost as much to decode as all, and none would stall by waiting
       # for the others.
       return
-    self._pool.kv, self._slots.on_mesh, self._chunk = self._engine.decode(
+    self._pool.kv, self._slots.on_mesh, packed = self._engine.decode(
       served, self._pool.kv, self._slots.on_mesh
     )
+    self._flights.add(packed)
+    self._has_launched = True
 
   def collect(self) -> list[types.Trajectory]:
-    """Waits for the chunk under way, if any; returns what it finished."""
-    if self._chunk is None:
-      return []
-    # The one wait for the mesh in a step.
-    chunk = jax.device_get(self._chunk)
-    self._chunk = None
-    num_sampled_B = chunk.is_sampled_TB.sum(axis=0)
-    num_steps = int(num_sampled_B.max())
-    self.counters.busy_slot_steps += int(num_sampled_B.sum())
-    self.counters.total_slot_steps += num_steps * self.num_slots
-    ends: dict[int, types.FinishReason] = {}
-    overran = []
-    for slot, live in self._slots.live.items():
-      if live.is_paused:
-        continue
-      taken = live.take(
-        chunk, slot, stop_ids=self._stop_ids, decode=self._decode_text
-      )
-      self.counters.decoded_tokens += taken.num_kept
-      self.counters.cut_tokens += taken.num_cut
-      if taken.reason is not None:
-        ends[slot] = taken.reason
-      if taken.overran:
-        overran.append(slot)
-    self._slots.pause(overran)
-    finished = [
-      live_lib.finish(self._slots.live[slot], reason)
-      for slot, reason in ends.items()
-    ]
-    for slot in ends:
-      self._slots.leave(slot)
-    return finished
+    """Waits for chunks until few enough are under way; what is finished.
+
+    Where `launch` had nothing to launch, none is left under way.
+    """
+    most_left = self._chunks_ahead if self._has_launched else 0
+    self._has_launched = False
+    self._flights.land(most_left=most_left)
+    return self._flights.take_finished()
 
   def extract(
     self, requests: Collection[roster.Name], *, copies_kv: bool = True
@@ -257,7 +246,7 @@ class Lane:
     Raises:
       RuntimeError: one is paused already.
     """
-    self._check_between_chunks()
+    self._land()
     return self._roster.extract(requests, copies_kv=copies_kv)
 
   def restore(self, parcels: Sequence[kv_transfer.Parcel]) -> int:
@@ -272,7 +261,7 @@ class Lane:
     Raises:
       ValueError: one cannot be served, or its pages are not there any more.
     """
-    self._check_between_chunks()
+    self._land()
     kv_transfer.check_parcels(
       parcels,
       generator_id=self.generator_id,
@@ -289,12 +278,12 @@ class Lane:
     Raises:
       RuntimeError: one is not paused. One that is not here is left out.
     """
-    self._check_between_chunks()
+    self._land()
     self._roster.forget(requests)
 
   def resume(self, requests: Collection[roster.Name]) -> None:
     """Goes on with paused requests that no other generator has taken."""
-    self._check_between_chunks()
+    self._land()
     self._roster.resume(requests)
 
   def spill(self, requests: Collection[roster.Name]) -> list[roster.Name]:
@@ -306,7 +295,7 @@ class Lane:
       Those that were here, held pages, and were not paused; but not one that is
       half prefilled, which has no KV to carry and only gives its pages back.
     """
-    self._check_between_chunks()
+    self._land()
     return self._roster.spill(requests)
 
   def cancel(
@@ -317,10 +306,11 @@ class Lane:
     Returns:
       (group_id, member, sampled tokens) of those that were here.
     """
-    self._check_between_chunks()
+    self._land()
     return self._roster.cancel(requests)
 
   def _change(self, version: int | None, served: verbs.Served | None) -> None:
+    self._land()
     if self.version is not None:
       self._pool.unserve(self.version)
     if version is not None:
@@ -332,8 +322,6 @@ class Lane:
       raise RuntimeError(f"Generator {self.generator_id} has no params loaded.")
     return self._served, self.version
 
-  def _check_between_chunks(self) -> None:
-    if self._chunk is not None:
-      raise RuntimeError(
-        f"Generator {self.generator_id} has a chunk under way: collect it."
-      )
+  def _land(self) -> None:
+    """Waits for all chunks, before something else touches slots or pages."""
+    self._flights.land(most_left=0)

@@ -44,6 +44,8 @@ class Live:
     claim: its pages.
     was_refreshed: whether its tokens may be of several versions.
     is_paused: whether it keeps slot and pages but is not decoded.
+    has_ended: whether its trajectory is done, though chunks that are under way
+      may still decode it.
     tokens: sampled token ids.
     logprobs: their log-probabilities in nats.
     kept_mass: see types.Trajectory.
@@ -56,6 +58,7 @@ class Live:
   claim: pages.PageClaim
   was_refreshed: bool
   is_paused: bool = False
+  has_ended: bool = False
   tokens: list[Int[np.ndarray, "_"]]
   logprobs: list[Float[np.ndarray, "_"]]
   kept_mass: list[Float[np.ndarray, "_"]]

@@ -28,7 +28,8 @@ _TRAINING_STREAM = 0
 class Roster:
   """Carries requests between slots, the waiting line and other lanes.
 
-  Only to be used between two chunks: who is in a slot is then not finished, and
+  Only to be used while no chunk is under way, but to count: who is in a slot is
+  then not finished, and
   has all the KV that it needs to be decoded. One may be half prefilled instead:
   whatever takes requests out of their place first sends it back to the line.
 
@@ -55,7 +56,7 @@ class Roster:
 
   def num_live(self) -> int:
     """Requests that have come and neither finished nor left."""
-    return len(self.line) + self.slots.num_seated() + len(self._held)
+    return len(self.line) + self.slots.num_unfinished() + len(self._held)
 
   def num_kv_tokens(self) -> int:
     """Positions whose KV they hold, in the pool or off it."""

@@ -96,6 +96,12 @@ class SlotBatch:
     """Slots that are not free."""
     return len(self.live) + (self.filling is not None)
 
+  def num_unfinished(self) -> int:
+    """Requests in slots whose trajectory is not done."""
+    return self.num_seated() - sum(
+      live.has_ended for live in self.live.values()
+    )
+
   def find(self, is_meant: Callable[[live_lib.Live], bool]) -> list[int]:
     """The slots of the requests that are meant."""
     return [slot for slot, live in self.live.items() if is_meant(live)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dora_jax import interfaces
@@ -97,10 +98,9 @@ class Entries:
   num_copies: Any
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-  """What a chunk of decode steps sampled.
+  """What a chunk of decode steps sampled, on the host.
 
   Attributes:
     token_TB: the token that each slot drew in each step.
@@ -111,11 +111,40 @@ class Chunk:
       not. A slot draws from the first step of a chunk on, or not at all.
   """
 
-  token_TB: Any
-  logprob_TB: Any
-  kept_mass_TB: Any
-  version_TB: Any
-  is_sampled_TB: Any
+  token_TB: Int[np.ndarray, "T B"]
+  logprob_TB: Float[np.ndarray, "T B"]
+  kept_mass_TB: Float[np.ndarray, "T B"]
+  version_TB: Int[np.ndarray, "T B"]
+  is_sampled_TB: Bool[np.ndarray, "T B"]
+
+
+def unpack_chunk(packed_TFB: Int[np.ndarray, "T F B"]) -> Chunk:
+  """Takes apart what `decode` gives: one array, for one transfer."""
+  token_TB, logprob_TB, mass_TB, version_TB, is_sampled_TB = np.moveaxis(
+    packed_TFB, 1, 0
+  )
+  return Chunk(
+    token_TB=token_TB,
+    logprob_TB=logprob_TB.view(np.float32),
+    kept_mass_TB=mass_TB.view(np.float32),
+    version_TB=version_TB,
+    is_sampled_TB=is_sampled_TB.astype(np.bool_),
+  )
+
+
+def _pack_row(
+  drawn: sampling.Drawn, version: Int[Array, ""], is_sampled_B: Bool[Array, "B"]
+) -> Int[Array, "F B"]:
+  """What a decode step sampled, in the order of Chunk's fields."""
+  bits = lambda floats_B: jax.lax.bitcast_convert_type(floats_B, jnp.int32)
+  rows = (
+    drawn.token_B,
+    bits(drawn.logprob_B),
+    bits(drawn.kept_mass_B),
+    jnp.full_like(drawn.token_B, version),
+    is_sampled_B.astype(jnp.int32),
+  )
+  return jnp.stack(rows)
 
 
 def create_slots(num_slots: int, table_width: int) -> Slots:
@@ -181,19 +210,15 @@ def decode(
   paged: base.PagedAttention,
   chunk_steps: int,
   stop_ids: tuple[int, ...],
-) -> tuple[kv_pool.KvPool, Slots, Chunk]:
+) -> tuple[kv_pool.KvPool, Slots, Int[Array, "T F B"]]:
   """Samples up to chunk_steps tokens for each active slot.
 
   A slot becomes inactive once it draws a stop token or reaches its limit; the
   chunk ends early once no slot is active.
   """
-  blank_TB = jnp.zeros((chunk_steps, slots.token_B.shape[0]), jnp.int32)
-  chunk = Chunk(
-    token_TB=blank_TB,
-    logprob_TB=blank_TB.astype(jnp.float32),
-    kept_mass_TB=blank_TB.astype(jnp.float32),
-    version_TB=blank_TB,
-    is_sampled_TB=blank_TB.astype(jnp.bool_),
+  packed_TFB = jnp.zeros(
+    (chunk_steps, len(dataclasses.fields(Chunk)), slots.token_B.shape[0]),
+    jnp.int32,
   )
 
   def goes_on(carry):
@@ -201,21 +226,16 @@ def decode(
     return (step < chunk_steps) & slots.is_active_B.any()
 
   def decode_step(carry):
-    step, pool, slots, chunk = carry
+    step, pool, slots, packed_TFB = carry
     pool, drawn = _draw_tokens(served.params, pool, slots, config, paged)
-    row = Chunk(
-      token_TB=drawn.token_B,
-      logprob_TB=drawn.logprob_B,
-      kept_mass_TB=drawn.kept_mass_B,
-      version_TB=jnp.full_like(drawn.token_B, served.version),
-      is_sampled_TB=slots.is_active_B,
-    )
-    chunk = jax.tree.map(lambda rows, row: rows.at[step].set(row), chunk, row)
-    return step + 1, pool, _advance(slots, drawn.token_B, stop_ids), chunk
+    row_FB = _pack_row(drawn, served.version, slots.is_active_B)
+    packed_TFB = packed_TFB.at[step].set(row_FB)
+    slots = _advance(slots, drawn.token_B, stop_ids)
+    return step + 1, pool, slots, packed_TFB
 
-  start = (jnp.int32(0), pool, slots, chunk)
-  _, pool, slots, chunk = jax.lax.while_loop(goes_on, decode_step, start)
-  return pool, slots, chunk
+  start = (jnp.int32(0), pool, slots, packed_TFB)
+  _, pool, slots, packed_TFB = jax.lax.while_loop(goes_on, decode_step, start)
+  return pool, slots, packed_TFB
 
 
 def _draw_tokens(

@@ -33,6 +33,7 @@ class MeshWorker:
     max_length: int,
     prefill_chunk: int,
     chunk_steps: int,
+    chunks_ahead: int,
     stop_ids: Sequence[int],
     decode_text: stopping.Decode,
     seed: int,
@@ -52,6 +53,7 @@ class MeshWorker:
       prefill_chunk: most tokens whose KV a lane computes between two chunks of
         decoding.
       chunk_steps: decode steps between two looks of the host.
+      chunks_ahead: chunks that may be under way while the host reads one.
       stop_ids: tokens that end a completion.
       decode_text: the text of tokens, in which stop strings are looked for.
       seed: of the run; what is drawn depends on it.
@@ -108,6 +110,7 @@ class MeshWorker:
         max_length=max_length,
         stop_ids=stop_ids,
         decode_text=decode_text,
+        chunks_ahead=chunks_ahead,
       )
       for generator_id, slots in lanes
     ]

@@ -255,6 +255,7 @@ def _build_workers(
         max_length=generator.max_length,
         prefill_chunk=generator.prefill_chunk,
         chunk_steps=generator.chunk_steps,
+        chunks_ahead=pieces.choose_chunks_ahead(config, mesh),
         stop_ids=stop_ids,
         decode_text=tokenizer.decode,
         seed=config.seed,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dora_jax import config as config_lib
 from dora_jax import interfaces, types
@@ -195,6 +196,18 @@ def make_trainer(
     logprob_chunk=trainer.logprob_chunk,
     remat=trainer.remat,
   )
+
+
+def choose_chunks_ahead(config: Config, mesh: Mesh) -> int:
+  """Chunks that may be under way while the host reads one.
+
+  On a CPU the host computes with the cores of the mesh, so that nothing waits
+  for it, and a slot would only be refilled a chunk later.
+  """
+  chosen = config_lib.chunks_ahead(config)
+  if chosen is not None:
+    return chosen
+  return int(mesh.devices.flat[0].platform != "cpu")
 
 
 def choose_num_pages(

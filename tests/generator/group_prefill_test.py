@@ -40,6 +40,7 @@ def _make_lane():
     max_length=576,
     prefill_chunk=512,
     chunk_steps=1,
+    chunks_ahead=0,
     stop_ids=(),
     decode_text=tiny.decode_text,
     seed=0,

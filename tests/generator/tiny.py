@@ -66,6 +66,7 @@ def make_worker(**changes) -> worker.MeshWorker:
     "max_length": MAX_LENGTH,
     "prefill_chunk": 512,
     "chunk_steps": 3,
+    "chunks_ahead": 0,
     "stop_ids": STOP_IDS,
     "decode_text": decode_text,
     "seed": SEED,
