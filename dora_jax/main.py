@@ -99,7 +99,8 @@ def main(argv: list[str]) -> int:
       )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
-    pieces.make_schedule(config)
+    pieces.make_objective(config)
+    pieces.make_advantage(config)
     if follow:
       following.open_record(config, workdir, follow)
   except (ValueError, FileNotFoundError) as error:
