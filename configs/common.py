@@ -148,6 +148,11 @@ def _coordinator() -> config_dict.ConfigDict:
   coordinator.num_steps = 100  # training steps, hence versions
   coordinator.oversample = 1.25  # replication: groups started for each trained
   coordinator.evict = False  # dora: regenerate stragglers, do not wait (not C2)
+  # Drop groups whose members all reach evaluation.solved_reward, or none does,
+  # and start others; shaping has no say. After so many batches' worth of
+  # groups dropped in a row the run ends.
+  coordinator.filter_groups = False
+  coordinator.filter_patience = 20
   # Algorithm 1, which shares generators out among versions; dora alone uses it.
   coordinator.repartition = True  # False: a generator changes only when empty
   coordinator.moves = True  # carry live requests away from one that changes

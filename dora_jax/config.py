@@ -45,7 +45,7 @@ _FROM_ONE = (
   "mesh.generator_tensor", "mesh.lanes", "generator.slots",
   "generator.page_size", "generator.max_new_tokens", "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
-  "coordinator.oversample",
+  "coordinator.oversample", "coordinator.filter_patience",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
   "trainer.pass_k", "trainer.overlong_buffer",
   "evaluation.samples_per_prompt", "checkpoint.max_to_keep",

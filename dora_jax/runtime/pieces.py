@@ -277,6 +277,9 @@ def make_coordinator(
     group_size=coordinator.group_size,
     prompts_per_batch=coordinator.prompts_per_batch,
     num_steps=coordinator.num_steps,
+    max_filtered=coordinator.filter_patience * coordinator.prompts_per_batch
+    if coordinator.filter_groups
+    else None,
   )
 
 

@@ -178,7 +178,8 @@ def test_log_ratios_without_measure_stay_finite(name):
 @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip"])
 def test_gradient_equals_the_numeric_one(name):
   rng = np.random.default_rng(0)
-  tokens = _tokens(*-rng.uniform(0.5, 3.0, (2, 9)), rng.normal(size=9))
+  logprobs, proximal = -rng.uniform(0.5, 3.0, (2, 9))
+  tokens = _tokens(logprobs, proximal, rng.normal(size=9))
   function = losses.LOSSES[name].function
 
   @jax.jit

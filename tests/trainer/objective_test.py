@@ -19,13 +19,13 @@ def _changed(**fields):
 
 def _sampled(**changes):
   """One row of a sequence of two sampled tokens and one of a single one."""
-  row = lambda values: np.array([values], np.float32)
+  row = lambda values: jnp.asarray(np.array([values], np.float32))
   sampled = objective_lib.Sampled(
     behavior_logprobs_BT=row([-2.0, -2.0, 0.0, -2.0]),
     advantages_BT=row([1.0, 1.0, 0.0, -3.0]),
     loss_mask_BT=row([1.0, 1.0, 0.0, 1.0]),
-    segment_ids_BT=np.array([[1, 1, 2, 2]], np.int32),
-    lags_BT=np.array([[1, 1, 0, 1]], np.int32),
+    segment_ids_BT=jnp.asarray(np.array([[1, 1, 2, 2]])),
+    lags_BT=jnp.asarray(np.array([[1, 1, 0, 1]])),
   )
   return sampled._replace(
     **{name: row(values) for name, values in changes.items()}

@@ -47,48 +47,48 @@ _GAPS = ratios.Gaps(
 )
 
 
-@pytest.mark.parametrize(
-  "kind, options, weights, capped, masked",
-  [
-    ("none", {}, [1, 1, 1, 1, 1], [], []),
-    ("tis", {"weight_cap": 1.5}, [1.5, 0.25, 1.5, 1, 1.5], [0, 2, 4], []),
-    (
-      "icepop",
-      {"weight_floor": 0.5, "weight_cap": 2.5},
-      [2, 0, 2, 1, 2],
-      [],
-      [1],
-    ),
-    # Products 1/2 and 4.
-    (
-      "sequence_mask",
-      {"sequence_floor": 0.4, "sequence_cap": 3.0},
-      [1, 1, 0, 0, 0],
-      [],
-      [2, 3, 4],
-    ),
-    # Geometric means 2^(-1/2) and 2.
-    (
-      "geometric_mask",
-      {"sequence_floor": 0.8, "sequence_cap": 2.5},
-      [0, 0, 1, 1, 1],
-      [],
-      [0, 1],
-    ),
-    (
-      "hispo",
-      {
-        "sequence_floor": 0.6,
-        "sequence_cap": 1.9,
-        "weight_floor": 0.5,
-        "weight_cap": 3.0,
-      },
-      [1, 0, 0, 0, 0],
-      [],
-      [1, 2, 3, 4],
-    ),
-  ],
-)
+_CORRECTED = [
+  ("none", {}, [1, 1, 1, 1, 1], [], []),
+  ("tis", {"weight_cap": 1.5}, [1.5, 0.25, 1.5, 1, 1.5], [0, 2, 4], []),
+  (
+    "icepop",
+    {"weight_floor": 0.5, "weight_cap": 2.5},
+    [2, 0, 2, 1, 2],
+    [],
+    [1],
+  ),
+  # Products 1/2 and 4.
+  (
+    "sequence_mask",
+    {"sequence_floor": 0.4, "sequence_cap": 3.0},
+    [1, 1, 0, 0, 0],
+    [],
+    [2, 3, 4],
+  ),
+  # Geometric means 2^(-1/2) and 2.
+  (
+    "geometric_mask",
+    {"sequence_floor": 0.8, "sequence_cap": 2.5},
+    [0, 0, 1, 1, 1],
+    [],
+    [0, 1],
+  ),
+  (
+    "hispo",
+    {
+      "sequence_floor": 0.6,
+      "sequence_cap": 1.9,
+      "weight_floor": 0.5,
+      "weight_cap": 3.0,
+    },
+    [1, 0, 0, 0, 0],
+    [],
+    [1, 2, 3, 4],
+  ),
+]
+
+
+@pytest.mark.parametrize("kind, options, weights, capped, masked", _CORRECTED)
 def test_corrections_by_hand(kind, options, weights, capped, masked):
   found = ratios.CORRECTIONS[kind](_GAPS, **options)
   np.testing.assert_allclose(found.weights_BT[0], weights, rtol=1e-6)
@@ -97,8 +97,7 @@ def test_corrections_by_hand(kind, options, weights, capped, masked):
 
 
 def test_every_correction_has_its_numbers():
-  named = test_corrections_by_hand.pytestmark[0].args[1]
-  assert {case[0] for case in named} == set(ratios.CORRECTIONS)
+  assert {case[0] for case in _CORRECTED} == set(ratios.CORRECTIONS)
 
 
 def test_a_long_sequence_of_large_ratios_is_masked_and_finite():
