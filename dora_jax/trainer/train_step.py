@@ -16,6 +16,7 @@ from dora_jax.trainer import (
   advantages,
   aggregation,
   alarm,
+  batching,
   checks,
   gradients,
   health,
@@ -27,8 +28,6 @@ from dora_jax.trainer import objective as objective_lib
 from dora_jax.trainer import shaping as shaping_lib
 
 _Phase = Literal["policy", "supervised"]
-# By which the gap between the engines may grow before it is told of.
-_MISMATCH_GROWTH = 3.0
 
 
 class Trainer:
@@ -123,7 +122,7 @@ class Trainer:
       recomputes=recomputes_logprobs,
       max_staleness=max_staleness,
     )
-    self._alarm = alarm.TrendAlarm(factor=_MISMATCH_GROWTH)
+    self._alarm = alarm.TrendAlarm()
     self._num_nonfinite = self._num_empty = 0
     self._score = gradients.make_score(self._settings, 1.0)
     self._enter("policy", params)
@@ -154,25 +153,17 @@ class Trainer:
     """Makes one training step, advances `version` by one, returns metrics.
 
     Raises:
-      ValueError: see packing.pack_groups, advantages.advantages, shaping.shape,
-        and, where the objective takes one version a trajectory,
-        packing.check_unmixed.
+      ValueError: see batching.make_step.
     """
-    shaped = [shaping_lib.shape(group, self._shaping) for group in groups]
-    batches = packing.pack_groups(
+    batches, shaped = batching.make_step(
       groups,
-      advantages=advantages.advantages(
-        [each.rewards for each in shaped],
-        [group.trajectories[0].version for group in groups],
-        self._advantage,
-      ),
-      is_trained=[each.is_trained for each in shaped],
+      shaping=self._shaping,
+      advantage=self._advantage,
+      takes_mixed=self._settings.objective.takes_mixed,
       version=self.version,
       row_length=self._row_length,
       rows_per_batch=self._rows_per_batch,
     )
-    if not self._settings.objective.takes_mixed:
-      packing.check_unmixed(groups)
     if self._phase != "policy":
       self._enter("policy", self._state.params)
     self._recall.begin(self.version, self._state.params)
@@ -180,7 +171,7 @@ class Trainer:
       metrics, stats = self._step(batches)
       metrics |= health.ratio_metrics(batches, stats)
       metrics |= health.worst_trajectory(batches, stats, groups)
-      self._watch(metrics)
+      alarm.watch_mismatch(self._alarm, metrics)
     else:
       metrics = self._empty_step()
     metrics |= health.group_metrics(groups, version=self.version)
@@ -303,17 +294,3 @@ class Trainer:
       "empty_steps": float(self._num_empty),
       "num_tokens": 0.0,
     }
-
-  def _watch(self, metrics: Mapping[str, float]) -> None:
-    """Warns where what engine and trainer disagree about keeps growing."""
-    if "mismatch_kl_k3" not in metrics:
-      return
-    found = self._alarm.note(metrics["mismatch_kl_k3"])
-    if found is not None:
-      logging.warning(
-        "train/mismatch_kl_k3 keeps growing: %s. Worst is group %d, member %d. "
-        "See config.model.compute_dtype and config.generator.dtype.",
-        found,
-        metrics["worst_group_id"],
-        metrics["worst_member"],
-      )

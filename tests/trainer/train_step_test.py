@@ -28,10 +28,20 @@ def _distance(first, second):
   return max(jax.tree.leaves(parts))
 
 
+# With all that could depend on what lies beside what: sums over sequences, and
+# the denominators of the step.
+_BY_SEQUENCE = dataclasses.replace(
+  tiny.OBJECTIVE,
+  loss="gspo",
+  aggregation="sequence_mean",
+  entropy_coefficient=0.01,
+)
+
+
 @pytest.fixture(scope="module")
 def reference():
   """One step over two micro-batches on one device."""
-  trainer = tiny.make_trainer()
+  trainer = tiny.make_trainer(objective=_BY_SEQUENCE)
   metrics = trainer.train(tiny.make_groups())
   return jax.device_get(trainer.params()), metrics
 
@@ -42,13 +52,14 @@ def reference():
     {"rows_per_batch": 1},
     {"rows_per_batch": 4, "row_length": 64, "logprob_chunk": 64, "remat": True},
     {"mesh": (2, 2)},
+    {"mesh": (8, 1), "rows_per_batch": 8},
   ],
   ids=str,
 )
 def test_one_step_is_the_same_however_it_is_laid_out(reference, changes):
   if "mesh" in changes:
     changes = changes | {"mesh": tiny.make_mesh(*changes["mesh"])}
-  trainer = tiny.make_trainer(**changes)
+  trainer = tiny.make_trainer(objective=_BY_SEQUENCE, **changes)
   metrics = trainer.train(tiny.make_groups())
   params, expected = reference
   assert _distance(params, tiny.make_params()) > 1e-3
@@ -63,12 +74,7 @@ def test_one_step_is_the_same_however_it_is_laid_out(reference, changes):
 
 # By token, by sequence, by what comes later in the sequence.
 _OBJECTIVES = [
-  dataclasses.replace(
-    tiny.OBJECTIVE,
-    loss="gspo",
-    aggregation="sequence_mean",
-    entropy_coefficient=0.01,
-  ),
+  _BY_SEQUENCE,
   dataclasses.replace(tiny.OBJECTIVE, loss="vtrace", aggregation="constant"),
   dataclasses.replace(
     tiny.OBJECTIVE,
