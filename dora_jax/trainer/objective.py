@@ -1,7 +1,21 @@
 """The policy's objective: which loss, around what, corrected and summed how.
 
 The one place where names of config.trainer become functions. The train step
-knows none of them.
+knows none of them. Published objectives in these names; what is not said is
+"behavior", "none", and as the sources have their bounds:
+
+  GRPO           ppo_clip, sequence_mean, k3; advantage grpo
+  DAPO           ppo_clip with clip_high 0.28, token_mean; overlong_penalty,
+                 coordinator.filter_groups
+  Dr. GRPO       ppo_clip, constant; advantage dr_grpo
+  DORA's paper   ppo_clip, sequence_mean
+  LongCat-Flash-Thinking
+                 dual_clip, recomputed, tis, constant; mask_truncated,
+                 coordinator.filter_groups
+  LongCat-Flash-Prover
+                 ppo_clip, recomputed, hispo
+  decoupled PPO  ppo_clip, current (AReaL) or loglinear (A-3PO), tis
+  IMPALA         vtrace
 """
 
 import dataclasses

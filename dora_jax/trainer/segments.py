@@ -12,7 +12,10 @@ from jaxtyping import Float, Int
 def sums(
   values_BT: Float[jax.Array, "B T"], segment_ids_BT: Int[jax.Array, "B T"]
 ) -> Float[jax.Array, "B T"]:
-  """The sum over the token's segment; over the padding for padding."""
+  """The sum over the token's segment; over the padding for padding.
+
+  In the order of the tokens on a CPU; a GPU may add in another one each time.
+  """
   num_segments = values_BT.shape[1] + 1
   sums_BS = jax.vmap(
     lambda values_T, ids_T: jax.ops.segment_sum(
