@@ -72,10 +72,9 @@ def test_one_step_is_the_same_however_it_is_laid_out(reference, changes):
     )
 
 
-# By token, by sequence, by what comes later in the sequence.
+# By token and by sequence.
 _OBJECTIVES = [
   _BY_SEQUENCE,
-  dataclasses.replace(tiny.OBJECTIVE, loss="vtrace", aggregation="constant"),
   dataclasses.replace(
     tiny.OBJECTIVE,
     proximal="current",
