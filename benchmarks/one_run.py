@@ -62,7 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
   "one_step_off": {"coordinator.schedule": "one_step_off"},
   "partial_rollout": {
     "coordinator.schedule": "partial_rollout",
-    "trainer.loss": "decoupled_ppo",
+    "trainer.proximal": "current",
+    "trainer.correction": "tis",
   },
   "replication": {"coordinator.schedule": "replication"},
   "dora": _DORA,

@@ -10,8 +10,8 @@ A named config starts from these and changes what its experiment is about:
     return config
 
 The config is locked: a misspelt field fails, with the nearest name. Only
-`task.params` and `task.reward_params` are open, for they hold whatever the
-task's source and reward take.
+`task.params`, `task.reward_params` and `trainer.reward_weights` are open, for
+they hold whatever the task's source and reward take and return.
 """
 
 from ml_collections import config_dict
@@ -35,6 +35,7 @@ def get_config() -> config_dict.ConfigDict:
   config.lock()
   config.task.params.unlock()
   config.task.reward_params.unlock()
+  config.trainer.reward_weights.unlock()
   return config
 
 
@@ -163,6 +164,11 @@ def _coordinator() -> config_dict.ConfigDict:
   coordinator.num_steps = 100  # training steps, hence versions
   coordinator.oversample = 1.25  # replication: groups started for each trained
   coordinator.evict = False  # dora: regenerate stragglers, do not wait (not C2)
+  # Drop groups whose members all reach evaluation.solved_reward, or none does,
+  # and start others; shaping has no say. After so many batches' worth of
+  # groups dropped in a row the run ends.
+  coordinator.filter_groups = False
+  coordinator.filter_patience = 20
   # Algorithm 1, which shares generators out among versions; dora alone uses it.
   coordinator.repartition = True  # False: a generator changes only when empty
   coordinator.moves = True  # carry live requests away from one that changes
@@ -183,12 +189,44 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.eps = 1e-8
   trainer.weight_decay = 0.0
   trainer.clip_norm = 1.0  # of the whole gradient
-  # "ppo_clip", or "decoupled_ppo", which takes several versions a trajectory
+  # "reinforce" | "ppo_clip" | "dual_clip" (LongCat's triplet clip) | "gspo" |
+  # "cispo" | "aipo" | "vtrace" | "dppo_tv"; formulas in trainer/losses.py
   trainer.loss = "ppo_clip"
+  # Which policy the loss compares with: "behavior" sampled the tokens;
+  # "recomputed" is the same version by the training forward; "current" is what
+  # the step starts from, as in decoupled PPO; "loglinear" lies between. The
+  # last two take trajectories of several versions.
+  trainer.proximal = "behavior"
+  # Weights for proximal against behavior: "none" | "tis" | "icepop" |
+  # "sequence_mask" | "geometric_mask" | "hispo"; see trainer/ratios.py
+  trainer.correction = "none"
+  trainer.aggregation = "token_mean"  # or "sequence_mean", "constant"
   trainer.clip_low = 0.2  # the ratio is clipped to [1 - low, 1 + high]
   trainer.clip_high = 0.2
-  trainer.weight_cap = 2.0  # decoupled_ppo: most weight of a token
+  trainer.clip_loss = 3.0  # dual_clip: the ratio that a loss counts at most
+  trainer.divergence = 0.2  # dppo_tv: how far a probability may move
+  trainer.weight_floor = 0.5  # icepop, hispo: least importance weight
+  trainer.weight_cap = 2.0  # of corrections, aipo, vtrace, dppo_tv and the kl
+  trainer.sequence_floor = 0.99  # masks of sequences: least ratio
+  trainer.sequence_cap = 1.01
+  trainer.kl = (
+    "none"  # to version 0: "k1" | "k2" | "k3" | "k3_straight_through"
+  )
+  trainer.kl_coefficient = 1e-3
+  trainer.entropy_coefficient = 0.0  # of the bonus, a nat
+  trainer.recompute_logprobs = False  # keeps max_staleness + 1 copies of params
+  # "grpo" | "dr_grpo" | "rloo" | "pass_at_k" | "reinforce_pp" |
+  # "reinforce_pp_baseline"; formulas in trainer/advantages.py
   trainer.advantage = "grpo"
+  trainer.pass_k = 4  # pass_at_k: members of which one must be right
+  trainer.advantage_per_version = (
+    False  # reinforce_pp: normalize versions apart
+  )
+  # Components that the reward function returns beside "reward": name -> weight.
+  trainer.reward_weights = config_dict.ConfigDict()
+  trainer.overlong_penalty = 0.0  # of a completion of max_new_tokens
+  trainer.overlong_buffer = 16  # tokens over which it grows from 0
+  trainer.mask_truncated = False  # no loss on completions cut at their longest
   trainer.row_length = 64  # tokens of a packed row
   trainer.rows_per_batch = 8  # rows of a micro-batch, over all devices
   trainer.remat = False  # recompute layers in the backward pass

@@ -1,7 +1,9 @@
 """Checks a run's config before anything is allocated.
 
 The fields and their defaults are in configs/common.py. Whatever two fields must
-agree on is checked here, once; the stages may then rely on it.
+agree on is checked here, once; the stages may then rely on it. What a name
+stands for only its stage knows: runtime/pieces.py checks schedule, objective
+and advantage where it makes them, which is before anything is allocated too.
 """
 
 import difflib
@@ -25,18 +27,18 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "generator.attention": ("auto", "xla"),
   "generator.dtype": ("float32", "bfloat16"),
   "trainer.schedule": ("constant", "cosine"),
-  "trainer.advantage": ("grpo",),
-  "trainer.loss": ("ppo_clip", "decoupled_ppo"),
 }
 # One name a line would take a page.
 # fmt: off
-# Counts, by the least value with which something could run.
+# By the least value with which something could run.
 _FROM_ZERO = (
   "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
   "generator.top_k", "generator.repeated_tokens",
-  "trainer.warmup_steps", "evaluation.every_steps",
+  "trainer.warmup_steps", "trainer.weight_floor", "trainer.sequence_floor",
+  "trainer.kl_coefficient", "trainer.entropy_coefficient",
+  "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
 )
 _FROM_ONE = (
@@ -46,8 +48,9 @@ _FROM_ONE = (
   "generator.page_size", "generator.max_new_tokens", "generator.prefill_chunk",
   "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
-  "coordinator.oversample",
+  "coordinator.oversample", "coordinator.filter_patience",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
+  "trainer.pass_k", "trainer.overlong_buffer",
   "evaluation.samples_per_prompt", "checkpoint.max_to_keep",
 )
 # Used where the shape is not a checkpoint's.
@@ -59,7 +62,8 @@ _ABOVE_ZERO = (
   "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
   "coordinator.kv_pressure",
   "trainer.lr", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
-  "trainer.clip_high", "trainer.weight_cap", "runtime.stall_s",
+  "trainer.clip_high", "trainer.clip_loss", "trainer.divergence",
+  "trainer.weight_cap", "trainer.sequence_cap", "runtime.stall_s",
   "runtime.canary_tolerance",
 )
 # fmt: on
@@ -95,7 +99,6 @@ def validate(config: Config, *, num_devices: int) -> None:
       num_heads=config.model.num_heads,
       num_kv_heads=config.model.num_kv_heads,
     )
-  _check_schedule(config)
   _check_lengths(config)
   _check_sampling(config)
   _check_evaluation(config)
@@ -233,16 +236,6 @@ def _check_devices(config: Config, *, num_devices: int) -> None:
       config,
       "trainer.rows_per_batch",
       f"a multiple of config.mesh.trainer_fsdp, {mesh.trainer_fsdp}",
-    )
-
-
-def _check_schedule(config: Config) -> None:
-  if config.trainer.advantage == "grpo" and config.coordinator.group_size < 2:
-    raise _wrong(
-      config,
-      "coordinator.group_size",
-      'at least 2 where config.trainer.advantage is "grpo", '
-      "for one reward has no deviation",
     )
 
 

@@ -26,6 +26,7 @@ from dora_jax.runtime import build, cold_start, following, local, pieces
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
+EXIT_NOTHING_LEARNT = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -75,6 +76,15 @@ def run(
     return EXIT_INTERRUPTED
   if reason == "data_exhausted":
     logging.info("The data ended before config.coordinator.num_steps.")
+  if reason == "nothing_to_learn":
+    logging.error(
+      "The run has ended: %d groups in a row were solved by all or none of "
+      "their members (config.coordinator.filter_groups). Make config.task "
+      "harder or easier, or raise config.coordinator.group_size or "
+      "filter_patience.",
+      config.coordinator.filter_patience * config.coordinator.prompts_per_batch,
+    )
+    return EXIT_NOTHING_LEARNT
   return EXIT_BROKEN if broken else 0
 
 
@@ -99,7 +109,8 @@ def main(argv: list[str]) -> int:
       )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
-    pieces.make_schedule(config)
+    pieces.make_objective(config)
+    pieces.make_advantage(config)
     if follow:
       following.open_record(config, workdir, follow)
   except (ValueError, FileNotFoundError) as error:

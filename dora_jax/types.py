@@ -151,12 +151,17 @@ class Group:
     prompt: the problem.
     trajectories: one for each member.
     rewards: one scalar for each member, in the task's own units.
+    components: what else the reward function returned, by name: for each member
+      a number, such as whether an answer could be parsed.
   """
 
   group_id: int
   prompt: Prompt
   trajectories: tuple[Trajectory, ...]
   rewards: Float[np.ndarray, "M"]
+  components: Mapping[str, Float[np.ndarray, "M"]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +180,8 @@ class PackedBatch:
     behavior_logprobs: in nats; 0.0 where not sampled.
     lags: version being trained minus the one that sampled the token; 0 where
       not sampled.
+    trajectory_ids: position of the token's trajectory among those of the step,
+      in order of groups and members; 0 where not sampled.
   """
 
   tokens: Int[np.ndarray, "B T"]
@@ -184,3 +191,4 @@ class PackedBatch:
   advantages: Float[np.ndarray, "B T"]
   behavior_logprobs: Float[np.ndarray, "B T"]
   lags: Int[np.ndarray, "B T"]
+  trajectory_ids: Int[np.ndarray, "B T"]

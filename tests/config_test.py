@@ -39,7 +39,7 @@ def test_every_config_file_is_valid(path):
 # Fields to change; then what the message must name: value found, value needed,
 # field to change.
 _WRONG = [
-  ({"coordinator__group_size": 1}, ["group_size is 1", "at least 2", "grpo"]),
+  ({"trainer__clip_low": 0.0}, ["clip_low is 0.0", "above 0"]),
   ({"coordinator__rollout_groups": "many"}, ["'many'", '"auto" or a number']),
   ({"mesh__num_generators": 9}, ["10 devices", "are 8", "num_generators"]),
   (

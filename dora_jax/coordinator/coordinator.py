@@ -41,6 +41,7 @@ class Coordinator:
     group_size: int,
     prompts_per_batch: int,
     num_steps: int,
+    max_filtered: int | None = None,
   ):
     """Starts at version 0 with no generator.
 
@@ -50,9 +51,14 @@ class Coordinator:
       group_size: M, members of a group.
       prompts_per_batch: P, groups that a step consumes.
       num_steps: steps to make before the run ends.
+      max_filtered: drops groups that all or none of their members solve, and
+        ends the run after so many in a row; None keeps them.
     """
     self.schedule = schedule
-    self.ledger = ledger_lib.Ledger(group_size=group_size)
+    self.ledger = ledger_lib.Ledger(
+      group_size=group_size, filters=max_filtered is not None
+    )
+    self._max_filtered = max_filtered
     self.fleet = fleet_lib.Fleet()
     self._placement = placement.Placement(self.fleet, self.ledger)
     self.balancer = balance.Balancer(
@@ -138,7 +144,9 @@ class Coordinator:
       case ev.Scored():
         request = event.group_id, event.member
         if not self._surrender.is_unwanted(request):
-          group = self.ledger.score(*request, at=self.newest_version)
+          group = self.ledger.score(
+            *request, is_solved=event.is_solved, at=self.newest_version
+          )
           return self._note_settled(group)
       case ev.ScoreFailed():
         request = event.group_id, event.member
@@ -226,9 +234,13 @@ class Coordinator:
     if group is None:
       return []
     self._may_train = self._serving.must_release = True
-    if not group.failures:
+    if group.rejected is None:
       return []
-    return [ev.Drop(group_id=group.group_id, reason=group.failures[0])]
+    if self._max_filtered and (
+      self.ledger.num_filtered_in_row >= self._max_filtered
+    ):
+      self._is_stopping = "nothing_to_learn"
+    return [ev.Drop(group_id=group.group_id, reason=group.rejected)]
 
   def _note_progress(self, event: ev.Progress, now_s: float) -> None:
     if event.generator_id not in self.fleet:

@@ -119,10 +119,18 @@ class Cancelled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
-  """The reward of one trajectory is known."""
+  """The reward of one trajectory is known.
+
+  Attributes:
+    group_id: its group.
+    member: its index in the group.
+    is_solved: whether the reward, before any shaping, is that of a solved
+      prompt; None where nobody asks.
+  """
 
   group_id: int
   member: int
+  is_solved: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

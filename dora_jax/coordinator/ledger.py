@@ -10,6 +10,10 @@ import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
+# Why the filter drops a group.
+ALL_SOLVED = "all_solved"
+NONE_SOLVED = "none_solved"
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OpenGroup:
@@ -22,7 +26,9 @@ class OpenGroup:
     running: member -> the generator that has it.
     unscored: members that are finished and wait for their reward.
     num_scored: members whose reward is known.
+    num_solved: members of those whose reward is that of a solved prompt.
     failures: why rewards could not be had, in the order in which they failed.
+    rejected: why the group is not trained on, once it is settled.
     lengths: sampled tokens of its finished members.
   """
 
@@ -32,6 +38,8 @@ class OpenGroup:
   running: dict[int, int] = dataclasses.field(default_factory=dict)
   unscored: set[int] = dataclasses.field(default_factory=set)
   num_scored: int = 0
+  num_solved: int = 0
+  rejected: str | None = None
   failures: list[str] = dataclasses.field(default_factory=list)
   lengths: list[int] = dataclasses.field(default_factory=list)
 
@@ -113,6 +121,8 @@ class Ledger:
     next_group_id: the group that starts next; those before it have started.
     num_trained: groups that a finished step has consumed.
     dropped: reason -> groups that will never be trained.
+    num_filtered_in_row: groups that the filter has dropped since it last kept
+      one.
     num_regenerated: groups that were started anew; see `regenerate`.
     num_moved: requests that moves carried.
     tokens: where the sampled tokens are.
@@ -124,8 +134,16 @@ class Ledger:
       training): lag in versions, summed over trained trajectories.
   """
 
-  def __init__(self, *, group_size: int):
+  def __init__(self, *, group_size: int, filters: bool = False):
+    """Starts with no group.
+
+    Args:
+      group_size: M, members of a group.
+      filters: whether groups that all or none of their members solve are
+        dropped: their advantages are 0.
+    """
     self.group_size = group_size
+    self._filters = filters
     self.open: dict[int, OpenGroup] = {}
     self.ready: list[tuple[int, int]] = []
     self.in_batch: dict[int, int] = {}
@@ -136,6 +154,7 @@ class Ledger:
     self.next_group_id = 0
     self.num_trained = 0
     self.dropped: collections.Counter[str] = collections.Counter()
+    self.num_filtered_in_row = 0
     self.num_regenerated = 0
     self.num_moved = 0
     self.tokens = Tokens()
@@ -208,16 +227,30 @@ class Ledger:
     self.tokens.open += num_tokens
     return group
 
-  def score(self, group_id: int, member: int, *, at: int) -> OpenGroup | None:
+  def score(
+    self,
+    group_id: int,
+    member: int,
+    *,
+    at: int,
+    is_solved: bool | None = None,
+  ) -> OpenGroup | None:
     """Notes that a member's reward is known; its group, if that settles it.
 
     Args:
       group_id: the group.
       member: of it.
       at: the newest version.
+      is_solved: see events.Scored.
     """
+    if self._filters and is_solved is None:
+      raise ValueError(
+        f"Groups are filtered, but nobody says whether member {member} of "
+        f"group {group_id} has solved its prompt."
+      )
     group = self._take_unscored(group_id, member)
     group.num_scored += 1
+    group.num_solved += bool(is_solved)
     return self._settle(group, at)
 
   def fail(
@@ -301,7 +334,8 @@ class Ledger:
       _add(counts, version, 1)
     group.version = version
     group.waiting = list(range(self.group_size))
-    group.lengths, group.failures, group.num_scored = [], [], 0
+    group.lengths, group.failures = [], []
+    group.num_scored = group.num_solved = 0
     self.num_regenerated += 1
 
   def abandon(self, reason: str) -> None:
@@ -329,9 +363,11 @@ class Ledger:
     """Closes a group whose members are all settled."""
     if not group.is_settled():
       return None
-    if group.failures:
-      self.drop(group.group_id, group.failures[0])
+    group.rejected = self._rejection(group)
+    if group.rejected is not None:
+      self.drop(group.group_id, group.rejected)
       return group
+    self.num_filtered_in_row = 0
     self._close(group)
     closed = ClosedGroup(
       version=group.version, ready_at=at, lengths=group.lengths
@@ -341,6 +377,15 @@ class Ledger:
     _add(self.num_ready, group.version, 1)
     bisect.insort(self.ready, (group.version, group.group_id))
     return group
+
+  def _rejection(self, group: OpenGroup) -> str | None:
+    """Why a settled group is not to be trained on, if it is not."""
+    if group.failures:
+      return group.failures[0]
+    if not self._filters or 0 < group.num_solved < self.group_size:
+      return None
+    self.num_filtered_in_row += 1
+    return ALL_SOLVED if group.num_solved else NONE_SOLVED
 
   def _close(self, group: OpenGroup) -> None:
     """Takes a group out of the open ones."""

@@ -207,6 +207,7 @@ def _build(
     events=events,
     gate=gate,
     workdir=workdir,
+    solved_reward=config.evaluation.solved_reward,
     tick_s=config.coordinator.balance_period_s,
     stall_s=config.runtime.stall_s,
   )

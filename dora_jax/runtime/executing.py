@@ -74,15 +74,24 @@ class _GroupData:
     default_factory=dict
   )
   rewards: dict[int, float] = dataclasses.field(default_factory=dict)
+  components: dict[int, Mapping[str, float]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def group(self, group_id: int) -> types.Group:
     """The finished group, in order of its members."""
     members = sorted(self.trajectories)
+    # Those that the reward function returned for each of the members.
+    names = set.intersection(*(set(self.components[m]) for m in members))
     return types.Group(
       group_id=group_id,
       prompt=self.prompt,
       trajectories=tuple(self.trajectories[m] for m in members),
       rewards=np.array([self.rewards[m] for m in members], np.float32),
+      components={
+        name: np.array([self.components[m][name] for m in members], np.float32)
+        for name in sorted(names)
+      },
     )
 
 
@@ -155,6 +164,7 @@ class Executor:
         data = self._groups[command.group_id]
         data.trajectories.clear()
         data.rewards.clear()
+        data.components.clear()
       case ev.Drop():
         del self._groups[command.group_id]
       case ev.Release():
@@ -169,11 +179,18 @@ class Executor:
     if data is not None:
       data.trajectories[trajectory.member] = trajectory
 
-  def keep_reward(self, group_id: int, member: int, reward: float) -> None:
-    """Keeps a reward, unless its group was given up."""
+  def keep_reward(
+    self,
+    group_id: int,
+    member: int,
+    reward: float,
+    components: Mapping[str, float],
+  ) -> None:
+    """Keeps a reward and its components, unless its group was given up."""
     data = self._groups.get(group_id)
     if data is not None:
       data.rewards[member] = reward
+      data.components[member] = components
 
   def pass_on(self, message: orders.Extracted) -> ev.Moved | None:
     """Sends packed requests to their target; the end of a move of nothing."""

@@ -58,6 +58,7 @@ class LocalRuntime:
     events: record.EventWriter,
     gate: record.ReplayGate | None,
     workdir: pathlib.Path,
+    solved_reward: float,
     tick_s: float,
     stall_s: float,
   ):
@@ -75,6 +76,7 @@ class LocalRuntime:
       events: the record of what the coordinator hears.
       gate: of the record that this run follows; None where it follows none.
       workdir: of the run.
+      solved_reward: least reward of a solved prompt.
       tick_s: seconds between two Ticks; 0 sends none.
       stall_s: a silence beyond it is reported.
     """
@@ -89,6 +91,7 @@ class LocalRuntime:
     self._events = events
     self._gate = gate
     self._workdir = workdir
+    self._solved_reward = solved_reward
     self._tick_s = tick_s
     self._stall_s = stall_s
     self._heard_s = self._ticked_s = time.monotonic()
@@ -230,8 +233,16 @@ class LocalRuntime:
         ev.ScoreFailed(group_id=group_id, member=member, reason=reason)
       )
     else:
-      self._executor.keep_reward(group_id, member, result.reward)
-      self._feed(ev.Scored(group_id=group_id, member=member))
+      self._executor.keep_reward(
+        group_id, member, result.reward, result.components
+      )
+      self._feed(
+        ev.Scored(
+          group_id=group_id,
+          member=member,
+          is_solved=result.reward >= self._solved_reward,
+        )
+      )
 
   def _hear_step(self, message: training.Stepped) -> None:
     every = self._evaluate_every_steps

@@ -1,5 +1,6 @@
 """The pieces of a run, each made from its section of the config."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,7 +19,14 @@ from dora_jax.model import huggingface, transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.tasks import prompts, sources, templates, tokenizers
-from dora_jax.trainer import train_state, train_step
+from dora_jax.trainer import (
+  advantages,
+  checks,
+  objective,
+  shaping,
+  train_state,
+  train_step,
+)
 
 Config = Any
 
@@ -171,6 +179,56 @@ def make_optimizer(config: Config) -> train_state.OptimizerSettings:
   )
 
 
+def make_objective(config: Config) -> objective.Objective:
+  """The objective of config.trainer.
+
+  Raises:
+    ValueError: a name does not exist, or choices do not go together: with each
+      other, the schedule's staleness, or how generators sample.
+  """
+  trainer = config.trainer
+  made = objective.Objective(
+    constant_length=config.generator.max_new_tokens,
+    **{
+      field.name: trainer[field.name]
+      for field in dataclasses.fields(objective.Objective)
+      if field.name != "constant_length"
+    },
+  )
+  schedule = make_schedule(config)
+  checks.check_objective(
+    made,
+    max_staleness=schedule.max_staleness,
+    mixes_versions=schedule.mixes_versions,
+    recomputes_logprobs=trainer.recompute_logprobs,
+    truncates_sampling=_truncates_sampling(config),
+  )
+  return made
+
+
+def make_advantage(config: Config) -> advantages.Settings:
+  """How config.trainer turns rewards into advantages.
+
+  Raises:
+    ValueError: there is no such way, or the groups are too small for it.
+  """
+  made = advantages.Settings(
+    kind=config.trainer.advantage,
+    pass_k=config.trainer.pass_k,
+    per_version=config.trainer.advantage_per_version,
+  )
+  advantages.check(made, group_size=config.coordinator.group_size)
+  return made
+
+
+def _truncates_sampling(config: Config) -> bool:
+  """Whether generators leave unlikely tokens out."""
+  everything = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+  return any(
+    config.generator[name] != value for name, value in everything.items()
+  )
+
+
 def make_trainer(
   config: Config,
   shape: transformer.ModelConfig,
@@ -187,10 +245,17 @@ def make_trainer(
     supervised_lr=config.cold_start.lr,
     row_length=trainer.row_length,
     rows_per_batch=trainer.rows_per_batch,
-    loss=trainer.loss,
-    clip_low=trainer.clip_low,
-    clip_high=trainer.clip_high,
-    weight_cap=trainer.weight_cap,
+    objective=make_objective(config),
+    advantage=make_advantage(config),
+    shaping=shaping.Shaping(
+      weights=trainer.reward_weights.to_dict(),
+      overlong_penalty=trainer.overlong_penalty,
+      overlong_buffer=trainer.overlong_buffer,
+      max_length=config.generator.max_new_tokens,
+      masks_truncated=trainer.mask_truncated,
+    ),
+    recomputes_logprobs=trainer.recompute_logprobs,
+    max_staleness=make_schedule(config).max_staleness,
     temperature=config.generator.temperature,
     compute_dtype=jnp.dtype(config.model.compute_dtype),
     logprob_chunk=trainer.logprob_chunk,
@@ -256,11 +321,10 @@ def make_schedule(config: Config) -> base.Schedule:
   """The strategy of config.coordinator.
 
   Raises:
-    ValueError: there is no such schedule, or the loss cannot train on what it
-      delivers.
+    ValueError: there is no such schedule.
   """
   coordinator = config.coordinator
-  schedule = registry.create(
+  return registry.create(
     coordinator.schedule,
     base.Options(
       max_staleness=coordinator.max_staleness,
@@ -270,14 +334,6 @@ def make_schedule(config: Config) -> base.Schedule:
       evict=coordinator.evict,
     ),
   )
-  if schedule.mixes_versions and config.trainer.loss != "decoupled_ppo":
-    raise ValueError(
-      f"config.trainer.loss is {config.trainer.loss!r} but must be "
-      f"'decoupled_ppo' where config.coordinator.schedule is "
-      f"{coordinator.schedule!r}, whose trajectories hold tokens of several "
-      "versions."
-    )
-  return schedule
 
 
 def make_coordinator(
@@ -308,6 +364,9 @@ def make_coordinator(
     group_size=coordinator.group_size,
     prompts_per_batch=coordinator.prompts_per_batch,
     num_steps=coordinator.num_steps,
+    max_filtered=coordinator.filter_patience * coordinator.prompts_per_batch
+    if coordinator.filter_groups
+    else None,
   )
 
 

@@ -298,6 +298,8 @@ def _has_left(real: ev.Event, recorded: ev.Event) -> bool:
   """Whether a counterpart shows that the two runs are no longer the same."""
   if isinstance(real, ev.Finished) and isinstance(recorded, ev.Finished):
     return real != dataclasses.replace(recorded, generator_id=real.generator_id)
+  if isinstance(real, ev.Scored) and isinstance(recorded, ev.Scored):
+    return real.is_solved != recorded.is_solved
   # The record would train on a reward that the run does not have. The other way
   # round it can be followed: the group is dropped as it was.
   return isinstance(real, ev.ScoreFailed) and isinstance(recorded, ev.Scored)

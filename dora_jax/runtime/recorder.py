@@ -13,6 +13,7 @@ from absl import logging
 from dora_jax import metrics as metrics_lib
 from dora_jax import trace, types
 from dora_jax.coordinator import coordinator as coordinator_lib
+from dora_jax.coordinator import ledger as ledger_lib
 from dora_jax.runtime import evaluation as evaluation_lib
 from dora_jax.runtime import generating, progress, summary
 from dora_jax.weights import store as store_lib
@@ -240,10 +241,12 @@ class Recorder:
     )
     for line in table.splitlines():
       self.note(line)
-    # What a stop on request leaves unfinished breaks no promise.
+    # What a stop on request leaves unfinished breaks no promise, nor does what
+    # was generated and judged in full, and teaches nothing.
+    allowed = ("stopped", ledger_lib.ALL_SOLVED, ledger_lib.NONE_SOLVED)
     judged = {
       **values,
-      "dropped": values["dropped"] - dropped.get("stopped", 0),
+      "dropped": values["dropped"] - sum(dropped.get(r, 0) for r in allowed),
     }
     schedule = self._coordinator.schedule
     return summary.broken_promises(

@@ -1,23 +1,29 @@
 """The device side of a train step: gradients of packed rows, one update.
 
-The loss is a sum over sampled tokens divided by one denominator, the number of
-sampled tokens in the whole step. Hence its gradient is the sum of the gradients
+The loss is a weighted sum over sampled tokens divided by one denominator for
+the whole step (aggregation.py). Hence its gradient is the sum of the gradients
 of the micro-batches, however the rows are split over micro-batches or devices.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from dora_jax import interfaces, types
 from dora_jax.model import transformer
-from dora_jax.trainer import logprobs, losses, train_state
+from dora_jax.trainer import (
+  aggregation,
+  logprobs,
+  losses,
+  objective,
+  train_state,
+)
 
 # Fields of a PackedBatch that the loss reads; the rest stays on the host.
 _FIELDS = (
@@ -27,29 +33,25 @@ _FIELDS = (
   "loss_mask",
   "advantages",
   "behavior_logprobs",
+  "lags",
 )
 
 DeviceBatch = Mapping[str, jax.Array]
-PolicyLoss = Literal["ppo_clip", "decoupled_ppo"]
 
 
 class TokenStats(NamedTuple):
   """What the loss saw of each token of a micro-batch; meant for the host.
 
   Attributes:
-    log_ratios_BT: log of pi / pi_behavior in nats, see losses.ClipStats; for
-      supervised pairs the log-probability itself.
     entropies_BT: of the distribution that drew the token, in nats.
-    is_clipped_low_BT: see losses.ClipStats.
-    is_clipped_high_BT: see losses.ClipStats.
-    is_capped_BT: see losses.ClipStats.
+    seen: what the objective saw; None for supervised pairs.
+    gaps_BT: log of recomputed / behavior in nats, what engine and trainer
+      disagree about; None where nothing is recomputed.
   """
 
-  log_ratios_BT: Float[Any, "B T"]
   entropies_BT: Float[Any, "B T"]
-  is_clipped_low_BT: Bool[Any, "B T"]
-  is_clipped_high_BT: Bool[Any, "B T"]
-  is_capped_BT: Bool[Any, "B T"]
+  seen: objective.Seen | None
+  gaps_BT: Float[Any, "B T"] | None
 
 
 class UpdateStats(NamedTuple):
@@ -72,10 +74,7 @@ class LossSettings:
 
   Attributes:
     config: of the model.
-    loss: which of `losses` the policy is trained by.
-    clip_low: see losses.ppo_clip.
-    clip_high: see losses.ppo_clip.
-    weight_cap: see losses.decoupled_ppo; ppo_clip does not read it.
+    objective: of the policy.
     temperature: at which the generator samples.
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
@@ -84,10 +83,7 @@ class LossSettings:
   """
 
   config: transformer.ModelConfig
-  loss: PolicyLoss
-  clip_low: float
-  clip_high: float
-  weight_cap: float
+  objective: objective.Objective
   temperature: float
   compute_dtype: Any
   logprob_chunk: int
@@ -100,8 +96,11 @@ Loss = Callable[..., tuple[Float[jax.Array, ""], TokenStats]]
 
 def put_batch(
   batch: types.PackedBatch, sharding: jax.sharding.Sharding
-) -> DeviceBatch:
-  """Places what the loss reads of a micro-batch on the devices."""
+) -> dict[str, jax.Array]:
+  """Places what the loss reads of a micro-batch on the devices.
+
+  An objective may need "recomputed_logprobs" and "ref_logprobs" besides.
+  """
   arrays = {field: getattr(batch, field) for field in _FIELDS}
   return jax.device_put(arrays, sharding)
 
@@ -112,6 +111,7 @@ def score(
   settings: LossSettings,
   *,
   temperature: float,
+  learns_entropy: bool,
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
   """Log-probabilities and entropies of a micro-batch's tokens."""
   params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
@@ -122,6 +122,7 @@ def score(
     batch["positions"],
     batch["segment_ids"],
     temperature=temperature,
+    learns_entropy=learns_entropy,
     remat=settings.remat,
     chunk_size=settings.logprob_chunk,
     hidden_sharding=settings.hidden_sharding,
@@ -135,61 +136,43 @@ def policy_loss(
   *,
   settings: LossSettings,
 ) -> tuple[Float[jax.Array, ""], TokenStats]:
-  """This micro-batch's part of the token-mean of the loss of the settings.
-
-  Source: token-level mean as in DAPO, section 3.3
-  (https://arxiv.org/abs/2503.14476).
-  """
-  mask_BT = batch["loss_mask"]
+  """This micro-batch's part of the loss of the step."""
   logprobs_BT, entropies_BT = score(
-    params, batch, settings, temperature=settings.temperature
-  )
-  # Cut before the loss, for a NaN in a masked token would reach the gradient
-  # through a mask that comes after it.
-  is_sampled_BT = mask_BT > 0.0
-  loss_BT, clip = _token_losses(
-    jnp.where(is_sampled_BT, logprobs_BT, 0.0),
-    jnp.where(is_sampled_BT, batch["behavior_logprobs"], 0.0),
-    jnp.where(is_sampled_BT, batch["advantages"], 0.0),
+    params,
+    batch,
     settings,
+    temperature=settings.temperature,
+    learns_entropy=settings.objective.entropy_coefficient > 0.0,
   )
+  sampled = _sampled(batch)
+  total, seen = objective.weighted_sum(
+    logprobs_BT, entropies_BT, sampled, settings.objective
+  )
+  gaps_BT = None
+  if sampled.recomputed_logprobs_BT is not None:
+    gaps_BT = sampled.recomputed_logprobs_BT - sampled.behavior_logprobs_BT
   stats = TokenStats(
-    log_ratios_BT=clip.log_ratios_BT,
-    entropies_BT=entropies_BT,
-    is_clipped_low_BT=clip.is_clipped_low_BT,
-    is_clipped_high_BT=clip.is_clipped_high_BT,
-    is_capped_BT=clip.is_capped_BT,
+    entropies_BT=jax.lax.stop_gradient(entropies_BT), seen=seen, gaps_BT=gaps_BT
   )
-  return losses.sum_where(loss_BT, mask_BT) / denominator, stats
+  return total / denominator, stats
 
 
-def _token_losses(
-  logprobs_BT: Float[jax.Array, "B T"],
-  behavior_logprobs_BT: Float[jax.Array, "B T"],
-  advantages_BT: Float[jax.Array, "B T"],
-  settings: LossSettings,
-) -> tuple[Float[jax.Array, "B T"], losses.ClipStats]:
-  """The loss that the settings name, of every token."""
-  clip_low, clip_high = settings.clip_low, settings.clip_high
-  if settings.loss == "ppo_clip":
-    return losses.ppo_clip(
-      logprobs_BT,
-      behavior_logprobs_BT,
-      advantages_BT,
-      clip_low=clip_low,
-      clip_high=clip_high,
-    )
-  return losses.decoupled_ppo(
-    logprobs_BT,
-    # A step is one update, taken where it starts: the proximal policy is the
-    # one that this forward has just computed. So its ratio is 1, and the clip
-    # would bind only if a step made several updates.
-    jax.lax.stop_gradient(logprobs_BT),
-    behavior_logprobs_BT,
-    advantages_BT,
-    clip_low=clip_low,
-    clip_high=clip_high,
-    weight_cap=settings.weight_cap,
+def _sampled(batch: DeviceBatch) -> objective.Sampled:
+  """The batch's constants, 0 where the policy sampled nothing."""
+  is_sampled_BT = batch["loss_mask"] > 0.0
+  cut = {
+    name: jnp.where(is_sampled_BT, values_BT, 0.0)
+    for name, values_BT in batch.items()
+    if name.endswith("logprobs") or name == "advantages"
+  }
+  return objective.Sampled(
+    behavior_logprobs_BT=cut["behavior_logprobs"],
+    advantages_BT=cut["advantages"],
+    loss_mask_BT=batch["loss_mask"],
+    segment_ids_BT=batch["segment_ids"],
+    lags_BT=batch["lags"],
+    recomputed_logprobs_BT=cut.get("recomputed_logprobs"),
+    ref_logprobs_BT=cut.get("ref_logprobs"),
   )
 
 
@@ -205,22 +188,38 @@ def supervised_loss(
   It is taken at temperature 1, the distribution that pairs are drawn from.
   """
   mask_BT = batch["loss_mask"]
-  logprobs_BT, entropies_BT = score(params, batch, settings, temperature=1.0)
-  stats = TokenStats(
-    log_ratios_BT=jax.lax.stop_gradient(logprobs_BT),
-    entropies_BT=entropies_BT,
-    is_clipped_low_BT=jnp.zeros(mask_BT.shape, bool),
-    is_clipped_high_BT=jnp.zeros(mask_BT.shape, bool),
-    is_capped_BT=jnp.zeros(mask_BT.shape, bool),
+  logprobs_BT, entropies_BT = score(
+    params, batch, settings, temperature=1.0, learns_entropy=False
   )
   loss_BT = losses.supervised(logprobs_BT)
-  return losses.sum_where(loss_BT, mask_BT) / denominator, stats
+  total = aggregation.weighted_sum(loss_BT, jnp.ones_like(loss_BT), mask_BT)
+  stats = TokenStats(entropies_BT=entropies_BT, seen=None, gaps_BT=None)
+  return total / denominator, stats
 
 
 @functools.lru_cache
-def make_score(settings: LossSettings) -> Callable:
-  """Jits (params, batch) -> `score` at temperature 1."""
-  return jax.jit(functools.partial(score, settings=settings, temperature=1.0))
+def make_score(settings: LossSettings, temperature: float) -> Callable:
+  """Jits (params, batch) -> `score` at this temperature."""
+  return jax.jit(
+    functools.partial(
+      score, settings=settings, temperature=temperature, learns_entropy=False
+    )
+  )
+
+
+@functools.lru_cache
+def make_copy(
+  config: transformer.ModelConfig, mesh: jax.sharding.Mesh, dtype: Any
+) -> Callable:
+  """Jits params -> a copy in another dtype, to be kept beside them."""
+  _, shardings = train_state.param_layout(config, mesh)
+
+  def copy(params):
+    # Without jnp.copy, an array that is of the dtype already would be passed
+    # through, and be lost when its owner donates it.
+    return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)
+
+  return jax.jit(copy, out_shardings=shardings)
 
 
 @functools.lru_cache

@@ -1,19 +1,25 @@
 """Metrics of one train step, computed on the host from what the loss saw.
 
 All shares and means over tokens run over sampled tokens only. With r the ratio
-pi / pi_behavior of such a token, clamped as in losses.ppo_clip:
+pi / pi_behavior of such a token, clamped as in ratios.log_ratios:
 
   ess            (sum r)^2 / (n * sum r^2), a share: 1 where all weights agree
+  chi2           mean(r^2) - 1, which estimates chi^2(pi || pi_behavior)
   kl_behavior_k1 mean(-log r), and
   kl_behavior_k3 mean(r - 1 - log r): estimate KL(pi_behavior || pi) in nats,
                  for tokens are drawn from pi_behavior
-  mismatch_kl_k3 the same over tokens of lag 0, where both sides have the same
-                 params: what engine and trainer disagree about. Absent where
-                 the step has no such token.
-  weight_capped_share share of tokens whose weight losses.decoupled_ppo has cut
-                 to its cap; 0 in ppo_clip.
+  mismatch_kl_k3 the same where both sides have the same params: what engine and
+                 trainer disagree about. Where log-probabilities are recomputed
+                 that is known of every token, with k1, ess, chi2 and quantiles;
+                 else of tokens of lag 0, and absent where a step has none.
+  masked_share   share of tokens that the correction leaves out, and
+  weight_capped_share: of those whose weight it has cut. See ratios.Weights.
+  kl_ref         the estimate of KL(pi || ref) in nats, before its coefficient
   ratio_one_share share of tokens with r exactly 1. Near 1 in an asynchronous
                  run, it says that behavior log-probabilities were recomputed.
+  worst_kl       the largest mean(r - 1 - log r) of a trajectory, and
+  worst_group_id, worst_member: which one it is. By the mismatch where that is
+                 known of every token.
 
 Sources: k1, k3: http://joschu.net/blog/kl-approx.html; ess: Kong, 1992.
 """
@@ -24,7 +30,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dora_jax import types
-from dora_jax.trainer import gradients
+from dora_jax.trainer import gradients, objective
+from dora_jax.trainer import ratios as ratios_lib
 
 _QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -47,30 +54,53 @@ def ratio_metrics(
   batches: Sequence[types.PackedBatch], stats: Sequence[gradients.TokenStats]
 ) -> dict[str, float]:
   """How far the params are from those that sampled the tokens."""
-  log_ratios = _sampled(batches, [s.log_ratios_BT for s in stats])
+  seen = [_seen(s) for s in stats]
+  log_ratios = _sampled(batches, [s.log_ratios_BT for s in seen])
   # In float32 as the loss saw it; the sums below are in float64.
   ratio_one_share = float((np.exp(log_ratios) == 1.0).mean())
-  log_ratios = log_ratios.astype(np.float64)
-  ratios = np.exp(log_ratios)
-  lags = _sampled(batches, [batch.lags for batch in batches])
-  quantiles = np.quantile(ratios, list(_QUANTILES.values()))
   metrics = {
-    f"ratio_{name}": float(value)
-    for name, value in zip(_QUANTILES, quantiles, strict=True)
-  }
-  k3 = ratios - 1.0 - log_ratios
-  metrics |= {
     "ratio_one_share": ratio_one_share,
-    "ess": float(ratios.sum() ** 2 / (ratios.size * (ratios**2).sum())),
-    "kl_behavior_k1": float(-log_ratios.mean()),
-    "kl_behavior_k3": float(k3.mean()),
-    "clip_share_low": _share(batches, [s.is_clipped_low_BT for s in stats]),
-    "clip_share_high": _share(batches, [s.is_clipped_high_BT for s in stats]),
-    "weight_capped_share": _share(batches, [s.is_capped_BT for s in stats]),
+    **_quantiles(log_ratios, "ratio"),
+    **_divergences(log_ratios, "", "kl_behavior"),
+    "clip_share_low": _share(batches, [s.is_clipped_low_BT for s in seen]),
+    "clip_share_high": _share(batches, [s.is_clipped_high_BT for s in seen]),
+    "weight_capped_share": _share(batches, [s.is_capped_BT for s in seen]),
+    "masked_share": _share(batches, [s.is_masked_BT for s in seen]),
   }
-  if (lags == 0).any():
-    metrics["mismatch_kl_k3"] = float(k3[lags == 0].mean())
+  kls = [s.kl_BT for s in seen if s.kl_BT is not None]
+  if kls:
+    metrics["kl_ref"] = float(_sampled(batches, kls).mean())
+  gaps = [s.gaps_BT for s in stats if s.gaps_BT is not None]
+  if gaps:
+    gaps = _sampled(batches, gaps)
+    metrics |= _quantiles(gaps, "mismatch_ratio")
+    return metrics | _divergences(gaps, "mismatch_", "mismatch_kl")
+  is_fresh = _sampled(batches, [batch.lags for batch in batches]) == 0
+  if is_fresh.any():
+    metrics["mismatch_kl_k3"] = float(_k3(log_ratios[is_fresh]).mean())
   return metrics
+
+
+def worst_trajectory(
+  batches: Sequence[types.PackedBatch],
+  stats: Sequence[gradients.TokenStats],
+  groups: Sequence[types.Group],
+) -> dict[str, float]:
+  """Which trajectory's tokens fit its recorded log-probabilities worst."""
+  log_ratios = _sampled(
+    batches,
+    [_seen(s).log_ratios_BT if s.gaps_BT is None else s.gaps_BT for s in stats],
+  )
+  ids = _sampled(batches, [batch.trajectory_ids for batch in batches])
+  counts = np.bincount(ids)
+  means = np.bincount(ids, weights=_k3(log_ratios)) / np.maximum(counts, 1)
+  worst = int(means.argmax())
+  trajectory = [t for group in groups for t in group.trajectories][worst]
+  return {
+    "worst_kl": float(means[worst]),
+    "worst_group_id": float(trajectory.group_id),
+    "worst_member": float(trajectory.member),
+  }
 
 
 def group_metrics(
@@ -112,6 +142,44 @@ def _length_by_reward(
     "length_mean_unrewarded": lengths[~is_rewarded],
   }
   return {name: float(part.mean()) for name, part in parts.items() if part.size}
+
+
+def _seen(stats: gradients.TokenStats) -> objective.Seen:
+  assert stats.seen is not None, "of the policy, not of supervised pairs"
+  return stats.seen
+
+
+def _quantiles(log_ratios: np.ndarray, prefix: str) -> dict[str, float]:
+  ratios = np.exp(_clamped(log_ratios))
+  values = np.quantile(ratios, list(_QUANTILES.values()))
+  return {
+    f"{prefix}_{name}": float(value)
+    for name, value in zip(_QUANTILES, values, strict=True)
+  }
+
+
+def _divergences(
+  log_ratios: np.ndarray, prefix: str, kl_name: str
+) -> dict[str, float]:
+  log_ratios = _clamped(log_ratios)
+  ratios = np.exp(log_ratios)
+  squares = float((ratios**2).mean())
+  return {
+    f"{prefix}ess": float(ratios.mean() ** 2 / squares),
+    f"{prefix}chi2": squares - 1.0,
+    f"{kl_name}_k1": float(-log_ratios.mean()),
+    f"{kl_name}_k3": float(_k3(log_ratios).mean()),
+  }
+
+
+def _k3(log_ratios: np.ndarray) -> np.ndarray:
+  log_ratios = _clamped(log_ratios)
+  return np.exp(log_ratios) - 1.0 - log_ratios
+
+
+def _clamped(log_ratios: np.ndarray) -> np.ndarray:
+  limit = ratios_lib.MAX_LOG_RATIO
+  return np.clip(log_ratios.astype(np.float64), -limit, limit)
 
 
 def _sampled(

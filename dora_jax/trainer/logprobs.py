@@ -16,6 +16,7 @@ def token_logprobs(
   segment_ids_BT: Int[jax.Array, "B T"],
   *,
   temperature: float,
+  learns_entropy: bool,
   remat: bool,
   chunk_size: int,
   hidden_sharding: jax.sharding.Sharding | None = None,
@@ -32,15 +33,15 @@ def token_logprobs(
     positions_BT: of each token in its own sequence.
     segment_ids_BT: 0 is padding.
     temperature: above 0.
+    learns_entropy: lets a gradient flow through the entropies.
     remat: recomputes each layer's activations in the backward pass.
     chunk_size: tokens of each row whose logits exist at one time. With fewer
       than T, the backward pass recomputes each chunk's logits.
     hidden_sharding: of the residual stream, where XLA should not guess it.
 
   Returns:
-    Log-probabilities in nats, at most 0, and entropies in nats (no gradient
-    flows through these); both are 0 where a token starts a segment or is
-    padding.
+    Log-probabilities in nats, at most 0, and entropies in nats; both are 0
+    where a token starts a segment or is padding.
   """
   hidden_BTD, _ = transformer.forward(
     params,
@@ -57,7 +58,10 @@ def token_logprobs(
 
   def score_chunk(hidden_BTD, targets_BT):
     logits_BTV = transformer.unembed(params, config, hidden_BTD) / temperature
-    return _score(logits_BTV, targets_BT)
+    logprobs_BT, entropies_BT = _score(logits_BTV, targets_BT)
+    if not learns_entropy:
+      entropies_BT = jax.lax.stop_gradient(entropies_BT)
+    return logprobs_BT, entropies_BT
 
   scores = _by_chunks(score_chunk, hidden_BTD, targets_BT, chunk_size)
   continues_BT = (segment_ids_BT != 0) & (
@@ -81,8 +85,7 @@ def _score(logits_BTV, targets_BT):
   vocabulary_11V = jnp.arange(logits_BTV.shape[-1])[None, None, :]
   is_target_BTV = vocabulary_11V == targets_BT[:, :, None]
   logprobs_BT = jnp.sum(jnp.where(is_target_BTV, logprobs_BTV, 0.0), axis=-1)
-  constant_BTV = jax.lax.stop_gradient(logprobs_BTV)
-  entropies_BT = -jnp.sum(jnp.exp(constant_BTV) * constant_BTV, axis=-1)
+  entropies_BT = -jnp.sum(jnp.exp(logprobs_BTV) * logprobs_BTV, axis=-1)
   return logprobs_BT, entropies_BT
 
 

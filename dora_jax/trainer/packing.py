@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from dora_jax import types
-from dora_jax.trainer import advantages
 
 # The largest log-probability that rounding in float32 explains.
 _MAX_LOGPROB = 1e-6
@@ -29,6 +28,7 @@ class _Sequence:
   behavior_logprobs: Float[np.ndarray, "T"]
   advantage: float
   lags: Int[np.ndarray, "T"]
+  trajectory_id: int
 
   def __len__(self) -> int:
     return len(self.prompt) + len(self.completion)
@@ -37,47 +37,54 @@ class _Sequence:
 def pack_groups(
   groups: Sequence[types.Group],
   *,
+  advantages: Sequence[Float[np.ndarray, "_"]],
+  is_trained: Sequence[Bool[np.ndarray, "_"]],
   version: int,
   row_length: int,
   rows_per_batch: int,
-  eps: float,
 ) -> list[types.PackedBatch]:
-  """Packs all trajectories of the groups, first-fit decreasing.
+  """Packs those trajectories of the groups that are trained on.
+
+  Rows are filled first-fit decreasing.
 
   The result depends on the arguments alone: sequences of one length keep the
   order of groups and members.
 
   Args:
-    groups: scored groups, each with at least two members.
+    groups: scored groups.
+    advantages: of each group's members.
+    is_trained: of each group's members; the others are left out.
     version: the policy version being trained, from which the lag of each token
       is counted.
     row_length: tokens in a row.
     rows_per_batch: rows in a micro-batch; the last one is filled with padding.
-    eps: see advantages.group_advantages.
 
   Raises:
     ValueError: a trajectory is malformed, from a future version, or longer
       than a row.
+
+  Returns:
+    Nothing at all where no trajectory is trained on.
   """
-  sequences = []
+  if not groups:
+    raise ValueError("Found 0 groups to train on, need at least 1.")
   for group in groups:
     _check_group(group, version)
-    group_advantages = advantages.group_advantages(
-      group.rewards[np.newaxis, :], eps=eps
-    )[0]
-    for trajectory, advantage in zip(
-      group.trajectories, group_advantages, strict=True
-    ):
-      sequences.append(
-        _Sequence(
-          prompt=trajectory.prompt,
-          completion=trajectory.completion,
-          behavior_logprobs=trajectory.behavior_logprobs,
-          advantage=float(advantage),
-          lags=version - trajectory.token_versions,
-        )
-      )
-  names = [_name(t) for group in groups for t in group.trajectories]
+  members = [t for group in groups for t in group.trajectories]
+  kept = np.flatnonzero(np.concatenate(is_trained)).tolist()
+  flat_advantages = np.concatenate(advantages)
+  sequences = [
+    _Sequence(
+      prompt=members[index].prompt,
+      completion=members[index].completion,
+      behavior_logprobs=members[index].behavior_logprobs,
+      advantage=float(flat_advantages[index]),
+      lags=version - members[index].token_versions,
+      trajectory_id=index,
+    )
+    for index in kept
+  ]
+  names = [name_of(members[index]) for index in kept]
   return _pack(sequences, names, row_length, rows_per_batch)
 
 
@@ -96,9 +103,12 @@ def pack_examples(
       behavior_logprobs=np.zeros(len(completion), np.float32),
       advantage=1.0,
       lags=np.zeros(len(completion), np.int32),
+      trajectory_id=index,
     )
-    for prompt, completion in pairs
+    for index, (prompt, completion) in enumerate(pairs)
   ]
+  if not pairs:
+    raise ValueError("Found 0 pairs to train on, need at least 1.")
   names = [f"Pair {index}" for index in range(len(pairs))]
   return _pack(sequences, names, row_length, rows_per_batch)
 
@@ -115,13 +125,14 @@ def check_unmixed(groups: Sequence[types.Group]) -> None:
       if is_other.any():
         found = sorted({*trajectory.token_versions.tolist()})
         raise ValueError(
-          f"{_name(trajectory)}: its version is {trajectory.version}, but "
-          f"versions {found} sampled its tokens; ppo_clip needs one version: "
-          'config.trainer.loss = "decoupled_ppo" takes several.'
+          f"{name_of(trajectory)}: its version is {trajectory.version}, but "
+          f"versions {found} sampled its tokens, which needs "
+          'config.trainer.proximal "current" or "loglinear".'
         )
 
 
-def _name(trajectory: types.Trajectory) -> str:
+def name_of(trajectory: types.Trajectory) -> str:
+  """By which messages speak of a trajectory."""
   return f"Group {trajectory.group_id}, member {trajectory.member}"
 
 
@@ -143,7 +154,7 @@ def _check_group(group: types.Group, version: int) -> None:
 
 def _check_trajectory(trajectory: types.Trajectory, version: int) -> None:
   """Refuses a trajectory that an engine has delivered in pieces."""
-  name = _name(trajectory)
+  name = name_of(trajectory)
   lengths = {
     "completion": len(trajectory.completion),
     "behavior_logprobs": len(trajectory.behavior_logprobs),
@@ -192,8 +203,6 @@ def _pack(
   rows_per_batch: int,
 ) -> list[types.PackedBatch]:
   """Fills rows with the sequences and cuts the rows into micro-batches."""
-  if not sequences:
-    raise ValueError("Found 0 sequences to train on, need at least 1.")
   for name, sequence in zip(names, sequences, strict=True):
     if not len(sequence.prompt) or not len(sequence.completion):
       raise ValueError(
@@ -249,6 +258,7 @@ def _fill(
     advantages=np.zeros(shape, np.float32),
     behavior_logprobs=np.zeros(shape, np.float32),
     lags=np.zeros(shape, np.int32),
+    trajectory_ids=np.zeros(shape, np.int32),
   )
   for row, sequences in enumerate(rows):
     start = 0
@@ -263,5 +273,6 @@ def _fill(
       batch.advantages[row, sampled:end] = sequence.advantage
       batch.behavior_logprobs[row, sampled:end] = sequence.behavior_logprobs
       batch.lags[row, sampled:end] = sequence.lags
+      batch.trajectory_ids[row, sampled:end] = sequence.trajectory_id
       start = end
   return batch

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import Float, Int
 
 from dora_jax import interfaces, types
@@ -13,11 +14,18 @@ from dora_jax.model import transformer
 from dora_jax.parallel import axes
 from dora_jax.trainer import (
   advantages,
+  aggregation,
+  alarm,
+  batching,
+  checks,
   gradients,
   health,
   packing,
+  recall,
   train_state,
 )
+from dora_jax.trainer import objective as objective_lib
+from dora_jax.trainer import shaping as shaping_lib
 
 _Phase = Literal["policy", "supervised"]
 
@@ -25,15 +33,16 @@ _Phase = Literal["policy", "supervised"]
 class Trainer:
   """Params, optimizer and train step on one mesh with axes (fsdp, tensor).
 
-  A step is one optimizer update, the mean of the loss over all sampled tokens
-  of its groups. It may start with a supervised phase (the cold start), which
+  A step is one optimizer update by the objective over all sampled tokens of its
+  groups. It may start with a supervised phase (the cold start), which
   has an optimizer of its own and makes no versions; the first `train` drops
   that optimizer's state.
 
   Attributes:
     version: number of `train` steps behind the params. A step whose gradient
-      was not finite counts too: its trajectories are spent, its params are
-      those of the version before.
+      was not finite counts too, and one that left all trajectories out of the
+      loss: its trajectories are spent, its params are those of the version
+      before.
   """
 
   version: int
@@ -48,10 +57,11 @@ class Trainer:
     supervised_lr: float,
     row_length: int,
     rows_per_batch: int,
-    loss: gradients.PolicyLoss,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
+    objective: objective_lib.Objective,
+    advantage: advantages.Settings,
+    shaping: shaping_lib.Shaping,
+    recomputes_logprobs: bool,
+    max_staleness: int,
     temperature: float,
     compute_dtype: jax.typing.DTypeLike,
     logprob_chunk: int,
@@ -69,18 +79,19 @@ class Trainer:
         takes the other settings from `optimizer`.
       row_length: tokens in a packed row.
       rows_per_batch: rows in a micro-batch.
-      loss: "ppo_clip", for trajectories of one version each, or
-        "decoupled_ppo", which takes several versions in a trajectory.
-      clip_low: see losses.ppo_clip.
-      clip_high: see losses.ppo_clip.
-      weight_cap: see losses.decoupled_ppo; "ppo_clip" does not read it.
+      objective: of the policy.
+      advantage: how rewards become advantages.
+      shaping: what counts as a reward, and who is left out of the loss.
+      recomputes_logprobs: at the versions that sampled, by the training
+        forward; see recall.Recall for what it costs.
+      max_staleness: K, how old a trajectory may be.
       temperature: at which the generators sample.
       compute_dtype: of the forward and backward pass; params stay float32.
       logprob_chunk: see logprobs.token_logprobs.
       remat: see logprobs.token_logprobs.
       version: of the initial params.
     """
-    _check(mesh, rows_per_batch, temperature)
+    checks.check_layout(mesh, rows_per_batch, temperature)
     self.version = version
     self._mesh = mesh
     self._rows, hidden = axes.shardings(
@@ -90,10 +101,7 @@ class Trainer:
     self._rows_per_batch = rows_per_batch
     self._settings = gradients.LossSettings(
       config=config,
-      loss=loss,
-      clip_low=clip_low,
-      clip_high=clip_high,
-      weight_cap=weight_cap,
+      objective=objective,
       temperature=temperature,
       compute_dtype=compute_dtype,
       logprob_chunk=logprob_chunk,
@@ -106,8 +114,17 @@ class Trainer:
         optimizer, lr=supervised_lr, warmup_steps=0, schedule="constant"
       ),
     }
-    self._num_nonfinite = 0
-    self._score = gradients.make_score(self._settings)
+    self._advantage = advantage
+    self._shaping = shaping
+    self._recall = recall.Recall(
+      settings=self._settings,
+      mesh=mesh,
+      recomputes=recomputes_logprobs,
+      max_staleness=max_staleness,
+    )
+    self._alarm = alarm.TrendAlarm()
+    self._num_nonfinite = self._num_empty = 0
+    self._score = gradients.make_score(self._settings, 1.0)
     self._enter("policy", params)
 
   def params(self) -> interfaces.Params:
@@ -136,23 +153,29 @@ class Trainer:
     """Makes one training step, advances `version` by one, returns metrics.
 
     Raises:
-      ValueError: see packing.pack_groups, and, where the loss is "ppo_clip",
-        packing.check_unmixed.
+      ValueError: see batching.make_step.
     """
-    batches = packing.pack_groups(
+    batches, shaped = batching.make_step(
       groups,
+      shaping=self._shaping,
+      advantage=self._advantage,
+      takes_mixed=self._settings.objective.takes_mixed,
       version=self.version,
       row_length=self._row_length,
       rows_per_batch=self._rows_per_batch,
-      eps=advantages.EPS,
     )
-    if self._settings.loss == "ppo_clip":
-      packing.check_unmixed(groups)
     if self._phase != "policy":
       self._enter("policy", self._state.params)
-    metrics, stats = self._step(batches)
-    metrics |= health.ratio_metrics(batches, stats)
+    self._recall.begin(self.version, self._state.params)
+    if batches:
+      metrics, stats = self._step(batches)
+      metrics |= health.ratio_metrics(batches, stats)
+      metrics |= health.worst_trajectory(batches, stats, groups)
+      alarm.watch_mismatch(self._alarm, metrics)
+    else:
+      metrics = self._empty_step()
     metrics |= health.group_metrics(groups, version=self.version)
+    metrics |= shaping_lib.component_metrics(shaped)
     self.version += 1
     return {f"train/{name}": value for name, value in metrics.items()}
 
@@ -224,16 +247,22 @@ class Trainer:
     self, batches: Sequence[types.PackedBatch]
   ) -> tuple[dict[str, float], list[gradients.TokenStats]]:
     """One update over all micro-batches; the host waits once, at its end."""
-    _check_vocabulary(batches, self._settings.config.vocab_size)
-    denominator = np.float32(sum(batch.loss_mask.sum() for batch in batches))
+    checks.check_vocabulary(batches, self._settings.config.vocab_size)
+    objective = self._settings.objective
+    is_policy = self._phase == "policy"
+    denominator = aggregation.denominator(
+      objective.aggregation if is_policy else "token_mean",
+      batches,
+      constant_length=objective.constant_length,
+    )
     sums = self._zeros()
     losses, stats = [], []
     for batch in batches:
+      arrays = gradients.put_batch(batch, self._rows)
+      if is_policy:
+        arrays |= self._recall.logprobs(arrays, batch, version=self.version)
       sums, loss, stat = self._accumulate(
-        self._state.params,
-        sums,
-        gradients.put_batch(batch, self._rows),
-        denominator,
+        self._state.params, sums, arrays, denominator
       )
       losses.append(loss)
       stats.append(stat)
@@ -245,36 +274,23 @@ class Trainer:
       "grad_norm": float(update.grad_norm),
       "lr": float(update.lr),
       "nonfinite_steps": float(self._num_nonfinite),
+      "empty_steps": float(self._num_empty),
       **health.batch_metrics(batches, stats),
     }, stats
 
-
-def _check(
-  mesh: jax.sharding.Mesh, rows_per_batch: int, temperature: float
-) -> None:
-  """Refuses settings that no step could work with."""
-  num_shares = mesh.shape["fsdp"]
-  if rows_per_batch % num_shares:
-    raise ValueError(
-      f"{rows_per_batch} rows per batch do not divide among {num_shares} "
-      "devices: make config.trainer.rows_per_batch a multiple of "
-      "config.mesh.trainer_fsdp."
+  def _empty_step(self) -> dict[str, float]:
+    """Counts a step of which no trajectory is trained on; changes nothing."""
+    self._num_empty += 1
+    logging.warning(
+      "Step %d trains on nothing: all of its completions are truncated, and "
+      "config.trainer.mask_truncated leaves them out.",
+      self.version,
     )
-  if temperature <= 0.0:
-    raise ValueError(
-      f"Temperature is {temperature}; training needs sampling above 0: raise "
-      "config.generator.temperature."
-    )
-
-
-def _check_vocabulary(
-  batches: Sequence[types.PackedBatch], vocab_size: int
-) -> None:
-  """Refuses tokens that the model would silently take for others."""
-  for batch in batches:
-    low, high = batch.tokens.min(), batch.tokens.max()
-    if low < 0 or high >= vocab_size:
-      raise ValueError(
-        f"Token ids reach from {low} to {high}, but the model knows 0 to "
-        f"{vocab_size - 1}: the tokenizer must match config.model."
-      )
+    return {
+      "loss": 0.0,
+      "grad_norm": 0.0,
+      "lr": 0.0,
+      "nonfinite_steps": float(self._num_nonfinite),
+      "empty_steps": float(self._num_empty),
+      "num_tokens": 0.0,
+    }

@@ -55,6 +55,8 @@ class World:
     settings: dict | None = None,
     num_groups: int | None = None,
     fails=lambda group_id, member: False,
+    solves=lambda group_id, member: None,
+    max_filtered: int | None = None,
     move_fails=lambda: False,
   ):
     made = registry.create(
@@ -78,8 +80,11 @@ class World:
       group_size=group_size,
       prompts_per_batch=prompts_per_batch,
       num_steps=num_steps,
+      max_filtered=max_filtered,
     )
     self.fails = fails
+    self.solves = solves
+    self.filters = max_filtered is not None
     self.move_fails = move_fails
     self.slots = dict(enumerate(slots))
     self.serving: dict[int, int | None] = {}
@@ -315,7 +320,9 @@ class World:
     if self.fails(command.group_id, command.member):
       self.pending.append(ev.ScoreFailed(**request, reason="reward"))
     else:
-      self.pending.append(ev.Scored(**request))
+      self.pending.append(
+        ev.Scored(**request, is_solved=self.solves(**request))
+      )
 
   def _submit(self, command: ev.Submit) -> None:
     # C1: one version for the whole group, that of the generator.

@@ -10,23 +10,25 @@ from dora_jax.generator import engine as engine_lib
 from dora_jax.generator import verbs
 from tests.generator import tiny
 
-# Some of each: limits of 1, a chunk of 3 and more, and what ends a completion
-# where only the host can see it.
-_REQUESTS = [
-  tiny.make_request(
-    group_id,
-    length=1 + (5 * group_id) % 23,
-    max_new_tokens=1 + (7 * group_id) % 19,
-    **(
-      {"stop_strings": ("B", "X", "c")}
-      if group_id % 3 == 0
-      else {"repeated_tokens": 2, "repetitions": 2, "temperature": 0.5}
-      if group_id % 3 == 1
-      else {}
-    ),
-  )
-  for group_id in range(24)
+# Two that only the host can see, and none.
+_ENDS = [
+  {"stop_strings": ("B", "X", "c")},
+  {"repeated_tokens": 2, "repetitions": 2, "temperature": 0.5},
+  {},
 ]
+
+
+def _make_request(group_id):
+  """Limits of 1, of a chunk of 3, and more."""
+  changes = {
+    "length": 1 + (5 * group_id) % 23,
+    "max_new_tokens": 1 + (7 * group_id) % 19,
+    **_ENDS[group_id % 3],
+  }
+  return tiny.make_request(group_id, **changes)
+
+
+_REQUESTS = [_make_request(group_id) for group_id in range(24)]
 _NAMES = [(request.group_id, request.member) for request in _REQUESTS]
 
 

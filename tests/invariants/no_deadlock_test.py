@@ -30,11 +30,18 @@ def worlds(draw):
   )
   move_fails = draw(st.sampled_from([None, None, 2, 3]))
   attempts = itertools.count()
+  group_size = draw(st.integers(1, 3))
+  filters = group_size > 1 and draw(st.booleans())
   arguments = {
     "schedule": schedule,
     "max_staleness": draw(st.integers(0, 4)),
     "prompts_per_batch": draw(st.integers(1, 8)),
-    "group_size": draw(st.integers(1, 3)),
+    "group_size": group_size,
+    # One-sided are the even groups, and one of three odd ones.
+    "solves": lambda group_id, member: (
+      (group_id + group_id % 2 * member) % 3 == 0
+    ),
+    "max_filtered": 10_000 if filters else None,
     "num_steps": draw(st.integers(1, 8)),
     "slots": draw(st.lists(st.integers(1, 5), min_size=1, max_size=8)),
     "lanes_per_mesh": draw(st.integers(1, 3)),
@@ -67,6 +74,11 @@ def check_the_end(world: world_lib.World) -> None:
   reasons = {"reward"}
   if made.schedule.drops_groups:
     reasons.add("oversampled")
+  if world.filters:
+    reasons |= {"all_solved", "none_solved"}
+    for group_id in trained:
+      solved = [world.solves(group_id, m) for m in range(world.group_size)]
+      assert 0 < sum(solved) < world.group_size
   assert set(world.dropped.values()) <= reasons
   assert made.versions_alive_max <= world.max_staleness + 1
   tokens = ledger.tokens
@@ -176,3 +188,39 @@ def test_a_run_asked_to_stop_ends_after_its_step(arguments, rng, num_before):
     world.send(event)
   assert world.stop == "interrupted"
   assert len(world.batches) == num_batches
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+def test_filtered_groups_are_refilled_and_not_trained(schedule):
+  # Two of three groups are one-sided: all solve the first, none the second.
+  solves = lambda group_id, member: (
+    group_id % 3 == 0 or (group_id % 3 == 2 and member == 0)
+  )
+  world = small(schedule, 400, solves=solves, max_filtered=100)
+  world.run(itertools.repeat(0))
+  assert world.stop == "finished" and len(world.batches) == 8
+  trained = list(itertools.chain(*world.batches))
+  assert len(trained) == 32 and all(g % 3 == 2 for g in trained)
+  reasons = collections.Counter(world.dropped.values())
+  # Replication drops many before it is known that they are one-sided.
+  least = 1 if schedule == "replication" else 31
+  assert reasons["all_solved"] >= least and reasons["none_solved"] >= least
+  for group_id, reason in world.dropped.items():
+    if reason in ("all_solved", "none_solved"):
+      assert reason == ("all_solved", "none_solved")[group_id % 3]
+  world.coordinator.ledger.tokens.check()
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+@pytest.mark.parametrize("is_solved", [True, False])
+def test_a_run_whose_groups_are_all_filtered_ends(schedule, is_solved):
+  solves = lambda group_id, member: is_solved
+  world = small(schedule, 400, solves=solves, max_filtered=12)
+  world.run(itertools.repeat(0))
+  assert world.stop == "nothing_to_learn" and not world.batches
+  reasons = collections.Counter(world.dropped.values())
+  assert reasons["all_solved" if is_solved else "none_solved"] == 12
+  # With less data than that, the data ends first.
+  world = small(schedule, 9, solves=solves, max_filtered=12)
+  world.run(itertools.repeat(0))
+  assert world.stop == "data_exhausted" and not world.batches

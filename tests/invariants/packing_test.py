@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from dora_jax import types
 from dora_jax.trainer import advantages, packing
 
-EPS = 1e-6
-
 
 @st.composite
 def group_sizes(draw):
@@ -72,12 +70,14 @@ def _make_groups(sizes) -> list[types.Group]:
 def test_every_sequence_is_packed_once_and_whole(case):
   sizes, row_length, rows_per_batch = case
   groups = _make_groups(sizes)
+  by_group = [advantages.grpo(group.rewards) for group in groups]
   batches = packing.pack_groups(
     groups,
+    advantages=by_group,
+    is_trained=[np.ones(len(group.rewards), bool) for group in groups],
     version=3,
     row_length=row_length,
     rows_per_batch=rows_per_batch,
-    eps=EPS,
   )
   found = {}
   for batch in batches:
@@ -85,8 +85,7 @@ def test_every_sequence_is_packed_once_and_whole(case):
     for row in range(rows_per_batch):
       _collect(batch, row, found)
   expected = {}
-  for group in groups:
-    advantages_M = advantages.group_advantages(group.rewards[None], eps=EPS)[0]
+  for group, advantages_M in zip(groups, by_group, strict=True):
     for trajectory, advantage in zip(
       group.trajectories, advantages_M, strict=True
     ):

@@ -163,7 +163,8 @@ def test_the_decisions_of_a_record_replay_without_a_run(recorded):
     (
       {
         "coordinator__schedule": "partial_rollout",
-        "trainer__loss": "decoupled_ppo",
+        "trainer__proximal": "current",
+        "trainer__correction": "tis",
       },
       "config.coordinator.schedule 'partial_rollout': at which token",
     ),

@@ -92,7 +92,8 @@ def test_partial_rollout_counts_what_it_mixes_and_prefills_again(tmp_path):
   found = _run(
     tmp_path,
     coordinator__schedule="partial_rollout",
-    trainer__loss="decoupled_ppo",
+    trainer__proximal="current",
+    trainer__correction="tis",
   ).summary
   # The long ones outlast a step; each new version computes their KV anew.
   assert found["reprefilled"] >= found["mixed"] > 0

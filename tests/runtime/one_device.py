@@ -29,9 +29,8 @@ def _config(schedule: str):
     coordinator__num_steps=6,
     coordinator__balance_period_s=0.05,
     task__reward="tests.runtime.tiny_rewards:digits",
-    trainer__loss="decoupled_ppo"
-    if schedule == "partial_rollout"
-    else "ppo_clip",
+    trainer__proximal="current",
+    trainer__correction="tis",
     trainer__row_length=_LONG + 8,
     generator__max_length=_LONG + 8,
     generator__max_new_tokens=_LONG,

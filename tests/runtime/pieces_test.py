@@ -13,7 +13,6 @@ def test_every_schedule_is_made_by_its_name(name):
     coordinator__schedule=name,
     coordinator__max_staleness=3,
     coordinator__rollout_groups="5",
-    trainer__loss="decoupled_ppo",
   )
   schedule = pieces.make_schedule(config)
   assert type(schedule).__name__.lower() == name.replace("_", "")
@@ -30,11 +29,74 @@ def test_an_unknown_schedule_is_refused_with_those_there_are():
     pieces.make_schedule(config)
 
 
-def test_mixed_versions_need_the_loss_that_takes_them():
-  config = tiny.config(coordinator__schedule="partial_rollout")
-  with pytest.raises(
-    ValueError,
-    match=r"config\.trainer\.loss is 'ppo_clip' but must be 'decoupled_ppo' "
-    r"where config\.coordinator\.schedule is 'partial_rollout'",
-  ):
-    pieces.make_schedule(config)
+_PARTIAL = {"coordinator__schedule": "partial_rollout"}
+_RECOMPUTED = {"trainer__proximal": "recomputed"}
+
+# What to change, and what the message must name: value found, value needed,
+# field to change.
+_WRONG = [
+  ({"trainer__loss": "ppo"}, ["loss is 'ppo'", "'ppo_clip'"]),
+  ({"trainer__advantage": "grop"}, ["advantage is 'grop'", "'grpo'"]),
+  ({"coordinator__group_size": 1}, ["group_size is 1", "least 2", "'grpo'"]),
+  (
+    {"trainer__advantage": "pass_at_k", "trainer__pass_k": 5},
+    ["pass_k is 5", "1 to config.coordinator.group_size, 4"],
+  ),
+  (_PARTIAL, ["proximal is 'behavior'", "'current' or 'loglinear'"]),
+  (
+    {"trainer__loss": "reinforce"},
+    ["1 versions old", "loss 'reinforce'", "max_staleness to 0"],
+  ),
+  # Its clip is inert, for the ratio is always 1.
+  ({"trainer__proximal": "current"}, ["1 versions old", "correction 'none'"]),
+  ({"trainer__correction": "tis"}, ["correction is 'tis'", "nothing to"]),
+  (_RECOMPUTED, ["recompute_logprobs is False but must be True"]),
+  ({"trainer__weight_cap": 0.5}, ["weight_cap 0.5", "1 must lie between"]),
+  ({"trainer__sequence_cap": 0.999}, ["sequence_cap 0.999", "between them"]),
+  (
+    {"trainer__loss": "dual_clip", "trainer__clip_loss": 1.1},
+    ["clip_loss is 1.1", "above 1 + clip_high, 1.2"],
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  ("fields", "named"), _WRONG, ids=[",".join(f) for f, _ in _WRONG]
+)
+def test_objectives_that_make_no_sense_are_refused(fields, named):
+  config = tiny.config(**fields)
+  with pytest.raises(ValueError) as caught:
+    pieces.make_objective(config)
+    pieces.make_advantage(config)
+  for part in named:
+    assert part in str(caught.value)
+
+
+def test_truncated_sampling_needs_a_correction():
+  config = tiny.config(generator__top_p=0.9)
+  with pytest.raises(ValueError, match=r"config\.generator\.top_k, top_p"):
+    pieces.make_objective(config)
+  pieces.make_objective(tiny.config(generator__top_p=1.0))
+  corrected = {"trainer__proximal": "current", "trainer__correction": "tis"}
+  pieces.make_objective(tiny.config(generator__top_p=0.9, **corrected))
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"trainer__loss": "reinforce", "coordinator__schedule": "sync"},
+    {**_PARTIAL, "trainer__proximal": "loglinear"},
+    {
+      **_RECOMPUTED,
+      "trainer__recompute_logprobs": True,
+      "trainer__loss": "dual_clip",
+      "trainer__correction": "tis",
+    },
+  ],
+  ids=str,
+)
+def test_objectives_that_make_sense_are_made(fields):
+  config = tiny.config(**fields)
+  made = pieces.make_objective(config)
+  assert made.loss == config.trainer.loss
+  assert made.constant_length == config.generator.max_new_tokens

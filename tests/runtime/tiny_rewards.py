@@ -12,3 +12,8 @@ def picky(prompt, completion: str) -> float:
   if int(prompt.answer) % 2:
     raise ValueError(f"cannot judge {prompt.answer}")
   return digits(prompt, completion)
+
+
+def never_solved(prompt, completion: str):
+  """Pays too little for a solved prompt, and says what is digits."""
+  return {"reward": 0.25, "digits": digits(prompt, completion)}

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from dora_jax.model import attention, transformer
-from dora_jax.trainer import logprobs, packing
+from dora_jax.trainer import logprobs
 from tests.trainer import tiny
 
 
 def _batch():
-  (batch,) = packing.pack_groups(
-    tiny.make_groups(), version=0, row_length=24, rows_per_batch=12, eps=1e-6
-  )
+  (batch,) = tiny.pack(tiny.make_groups(), row_length=24, rows_per_batch=12)
   return batch
 
 
@@ -24,7 +22,13 @@ def _batch():
 )
 def _packed(params, tokens_BT, positions_BT, segment_ids_BT, **settings):
   return logprobs.token_logprobs(
-    params, tiny.CONFIG, tokens_BT, positions_BT, segment_ids_BT, **settings
+    params,
+    tiny.CONFIG,
+    tokens_BT,
+    positions_BT,
+    segment_ids_BT,
+    learns_entropy=False,
+    **settings,
   )
 
 
@@ -108,7 +112,11 @@ def test_chunks_change_neither_values_nor_gradients():
 def test_logits_of_whole_rows_never_exist_with_chunks():
   batch, params = _batch(), tiny.make_params()
   score = functools.partial(
-    logprobs.token_logprobs, temperature=1.0, remat=False, chunk_size=6
+    logprobs.token_logprobs,
+    temperature=1.0,
+    learns_entropy=False,
+    remat=False,
+    chunk_size=6,
   )
 
   def total(params):

@@ -1,6 +1,7 @@
 """Packing: what it refuses, and one batch worked out by hand."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -11,12 +12,11 @@ from tests.trainer import tiny
 
 
 def _pack(groups, *, version=0, row_length=24, rows_per_batch=2):
-  return packing.pack_groups(
+  return tiny.pack(
     groups,
     version=version,
     row_length=row_length,
     rows_per_batch=rows_per_batch,
-    eps=1e-6,
   )
 
 
@@ -50,9 +50,14 @@ def _two_members() -> types.Group:
 
 def test_two_members_in_one_row():
   (batch,) = packing.pack_groups(
-    [_two_members()], version=3, row_length=8, rows_per_batch=1, eps=1.0
+    [_two_members()],
+    advantages=[np.array([-0.5, 0.5])],
+    is_trained=[np.array([True, True])],
+    version=3,
+    row_length=8,
+    rows_per_batch=1,
   )
-  # The longer one first; std 1 and eps 1 give advantages of a half.
+  # The longer one first.
   expected = {
     "tokens": [7, 8, 4, 5, 7, 8, 3, 0],
     "positions": [0, 1, 2, 3, 0, 1, 2, 0],
@@ -61,6 +66,7 @@ def test_two_members_in_one_row():
     "advantages": [0, 0, 0.5, 0.5, 0, 0, -0.5, 0],
     "behavior_logprobs": [0, 0, -2, -3, 0, 0, -1, 0],
     "lags": [0, 0, 0, 0, 0, 0, 1, 0],
+    "trajectory_ids": [0, 0, 1, 1, 0, 0, 0, 0],
   }
   for name, values in expected.items():
     np.testing.assert_array_equal(getattr(batch, name)[0], values, name)
@@ -77,7 +83,7 @@ def test_mixed_trajectory_is_named_where_one_version_is_needed():
   with pytest.raises(
     ValueError,
     match=r"Group 5, member 1: its version is 1, but versions \[1, 3\] .*"
-    r'config\.trainer\.loss = "decoupled_ppo"',
+    r'config\.trainer\.proximal "current" or "loglinear"',
   ):
     packing.check_unmixed([_broken(version=1, token_versions=np.array([3, 1]))])
 
@@ -142,8 +148,24 @@ def test_empty_parts_are_refused():
 
 
 def test_nothing_to_train_on_is_refused():
-  with pytest.raises(ValueError, match="0 sequences"):
+  with pytest.raises(ValueError, match="0 groups"):
     _pack([])
+  with pytest.raises(ValueError, match="0 pairs"):
+    packing.pack_examples([], row_length=4, rows_per_batch=1)
+
+
+def test_who_is_not_trained_on_is_left_out():
+  arguments = {"version": 3, "row_length": 4, "rows_per_batch": 1}
+  pack = functools.partial(
+    packing.pack_groups,
+    [_two_members()],
+    advantages=[np.array([-0.5, 0.5])],
+    **arguments,
+  )
+  (batch,) = pack(is_trained=[np.array([False, True])])
+  assert batch.tokens.tolist() == [[7, 8, 4, 5]]
+  assert batch.trajectory_ids.tolist() == [[0, 0, 1, 1]]
+  assert pack(is_trained=[np.array([False, False])]) == []
 
 
 def test_packing_is_deterministic():

@@ -8,7 +8,14 @@ import numpy as np
 
 from dora_jax import types
 from dora_jax.model import transformer
-from dora_jax.trainer import train_state, train_step
+from dora_jax.trainer import (
+  advantages,
+  objective,
+  packing,
+  shaping,
+  train_state,
+  train_step,
+)
 
 CONFIG = transformer.ModelConfig(
   vocab_size=16,
@@ -40,6 +47,49 @@ OPTIMIZER = train_state.OptimizerSettings(
   clip_norm=1.0,
 )
 
+OBJECTIVE = objective.Objective(
+  loss="ppo_clip",
+  proximal="behavior",
+  correction="none",
+  aggregation="token_mean",
+  kl="none",
+  kl_coefficient=0.1,
+  entropy_coefficient=0.0,
+  clip_low=0.2,
+  clip_high=0.28,
+  clip_loss=3.0,
+  divergence=0.2,
+  weight_floor=0.5,
+  weight_cap=2.0,
+  sequence_floor=0.9,
+  sequence_cap=1.1,
+  constant_length=12,
+)
+
+ADVANTAGE = advantages.Settings(kind="grpo", pass_k=2, per_version=False)
+
+SHAPING = shaping.Shaping(
+  weights={},
+  overlong_penalty=0.0,
+  overlong_buffer=4,
+  max_length=12,
+  masks_truncated=False,
+)
+
+
+def pack(groups, *, version=0, row_length, rows_per_batch):
+  """Packs all trajectories with their advantages, as a step does."""
+  return packing.pack_groups(
+    groups,
+    advantages=advantages.advantages(
+      [group.rewards for group in groups], [0] * len(groups), ADVANTAGE
+    ),
+    is_trained=[np.ones(len(group.rewards), bool) for group in groups],
+    version=version,
+    row_length=row_length,
+    rows_per_batch=rows_per_batch,
+  )
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def make_params(seed: int = 0):
@@ -66,10 +116,11 @@ def make_trainer(**changes) -> train_step.Trainer:
     "supervised_lr": 1e-2,
     "row_length": 24,
     "rows_per_batch": 4,
-    "loss": "ppo_clip",
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "weight_cap": 2.0,
+    "objective": OBJECTIVE,
+    "advantage": ADVANTAGE,
+    "shaping": SHAPING,
+    "recomputes_logprobs": False,
+    "max_staleness": 2,
     "temperature": 1.0,
     "compute_dtype": jnp.float32,
     "logprob_chunk": 8,

@@ -28,10 +28,20 @@ def _distance(first, second):
   return max(jax.tree.leaves(parts))
 
 
+# With all that could depend on what lies beside what: sums over sequences, and
+# the denominators of the step.
+_BY_SEQUENCE = dataclasses.replace(
+  tiny.OBJECTIVE,
+  loss="gspo",
+  aggregation="sequence_mean",
+  entropy_coefficient=0.01,
+)
+
+
 @pytest.fixture(scope="module")
 def reference():
   """One step over two micro-batches on one device."""
-  trainer = tiny.make_trainer()
+  trainer = tiny.make_trainer(objective=_BY_SEQUENCE)
   metrics = trainer.train(tiny.make_groups())
   return jax.device_get(trainer.params()), metrics
 
@@ -42,13 +52,14 @@ def reference():
     {"rows_per_batch": 1},
     {"rows_per_batch": 4, "row_length": 64, "logprob_chunk": 64, "remat": True},
     {"mesh": (2, 2)},
+    {"mesh": (8, 1), "rows_per_batch": 8},
   ],
   ids=str,
 )
 def test_one_step_is_the_same_however_it_is_laid_out(reference, changes):
   if "mesh" in changes:
     changes = changes | {"mesh": tiny.make_mesh(*changes["mesh"])}
-  trainer = tiny.make_trainer(**changes)
+  trainer = tiny.make_trainer(objective=_BY_SEQUENCE, **changes)
   metrics = trainer.train(tiny.make_groups())
   params, expected = reference
   assert _distance(params, tiny.make_params()) > 1e-3
@@ -61,14 +72,25 @@ def test_one_step_is_the_same_however_it_is_laid_out(reference, changes):
     )
 
 
-def test_gradient_equals_that_of_sequences_one_by_one():
+# By token and by sequence.
+_OBJECTIVES = [
+  _BY_SEQUENCE,
+  dataclasses.replace(
+    tiny.OBJECTIVE,
+    proximal="current",
+    correction="geometric_mask",
+    sequence_floor=0.7,
+    sequence_cap=1.4,
+  ),
+]
+
+
+@pytest.mark.parametrize("objective", _OBJECTIVES, ids=lambda o: o.loss)
+def test_gradient_equals_that_of_sequences_one_by_one(objective):
   groups, params = tiny.make_groups(), tiny.make_params()
   settings = gradients.LossSettings(
     config=tiny.CONFIG,
-    loss="ppo_clip",
-    clip_low=0.2,
-    clip_high=0.28,
-    weight_cap=2.0,
+    objective=objective,
     temperature=0.7,
     compute_dtype=jnp.float32,
     logprob_chunk=8,
@@ -85,13 +107,11 @@ def test_gradient_equals_that_of_sequences_one_by_one():
     )[0]
 
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  (packed,) = packing.pack_groups(
-    groups, version=0, row_length=32, rows_per_batch=8, eps=1e-6
-  )
+  (packed,) = tiny.pack(groups, row_length=32, rows_per_batch=8)
   found = gradient(params, gradients.put_batch(packed, device))
   expected = jax.tree.map(jnp.zeros_like, params)
   for group in groups:
-    values = advantages.group_advantages(group.rewards[None])[0]
+    values = advantages.grpo(group.rewards)
     for trajectory, value in zip(group.trajectories, values, strict=True):
       pair = (trajectory.prompt, trajectory.completion)
       (alone,) = packing.pack_examples([pair], row_length=32, rows_per_batch=1)
@@ -167,6 +187,9 @@ def test_metrics_on_policy():
     "ess": 1.0,
     "kl_behavior_k1": 0.0,
     "kl_behavior_k3": 0.0,
+    "chi2": 0.0,
+    "masked_share": 0.0,
+    "worst_kl": 0.0,
     "mismatch_kl_k3": 0.0,
     "clip_share_low": 0.0,
     "clip_share_high": 0.0,
@@ -196,16 +219,21 @@ def test_metrics_on_policy():
   assert later["train/kl_behavior_k3"] > 1e-5
 
 
+_DECOUPLED = dataclasses.replace(
+  tiny.OBJECTIVE, proximal="current", correction="tis"
+)
+
+
 def test_losses_agree_on_policy_and_the_decoupled_one_weights_the_rest():
   clipped = tiny.make_trainer()
-  decoupled = tiny.make_trainer(loss="decoupled_ppo")
+  decoupled = tiny.make_trainer(objective=_DECOUPLED)
   groups = _with_own_logprobs(clipped, tiny.make_groups())
   on_policy = clipped.train(groups), decoupled.train(groups)
   _assert_params(decoupled.params(), clipped.params(), atol=1e-6)
   assert on_policy[0].keys() == on_policy[1].keys()
   # A weight of 4 is cut to 2 at every token; the ratio reported is not.
   far = [_shifted(group, -np.log(4.0)) for group in groups]
-  fresh = tiny.make_trainer(loss="decoupled_ppo")
+  fresh = tiny.make_trainer(objective=_DECOUPLED)
   metrics = fresh.train(far)
   assert metrics["train/weight_capped_share"] == 1.0
   assert metrics["train/clip_share_high"] == 0.0
@@ -232,8 +260,8 @@ def test_tokens_of_several_versions_need_the_decoupled_loss():
   mixed = groups[1].trajectories[2]
   mixed.token_versions[-1] = 1
   trainers = [
-    tiny.make_trainer(loss=loss, version=1)
-    for loss in ("ppo_clip", "decoupled_ppo")
+    tiny.make_trainer(objective=objective, version=1)
+    for objective in (tiny.OBJECTIVE, _DECOUPLED)
   ]
   with pytest.raises(ValueError, match="Group 1, member 2: its version is 0"):
     trainers[0].train(groups)
@@ -324,3 +352,82 @@ def test_settings_that_cannot_work_are_refused(changes, fields):
 def test_tokens_outside_the_vocabulary_are_refused():
   with pytest.raises(ValueError, match="from 0 to 16, but the model knows"):
     tiny.make_trainer().train_supervised([(np.array([1]), np.array([16]))])
+
+
+def test_the_step_recomputes_what_versions_thought_and_keeps_a_reference():
+  """Tokens of two versions, each recorded by the trainer's own forward."""
+  objective = dataclasses.replace(
+    tiny.OBJECTIVE,
+    proximal="recomputed",
+    correction="icepop",
+    kl="k3_straight_through",
+  )
+  trainer = tiny.make_trainer(objective=objective, recomputes_logprobs=True)
+  first, second, third = _with_own_logprobs(trainer, tiny.make_groups())
+  metrics = trainer.train([first])
+  # The reference is what this step started from.
+  np.testing.assert_allclose(metrics["train/kl_ref"], 0.0, atol=1e-6)
+  (fresh,) = _with_own_logprobs(trainer, [second])
+  fresh = _of_version(fresh, 1)
+  # The engine of version 0 makes all of a trajectory's tokens e^0.8 likelier.
+  members = list(third.trajectories)
+  members[2] = dataclasses.replace(
+    members[2], behavior_logprobs=members[2].behavior_logprobs - 0.8
+  )
+  third = dataclasses.replace(third, trajectories=tuple(members))
+  metrics = trainer.train([fresh, third])
+  length = len(members[2].completion)
+  share = length / metrics["train/num_tokens"]
+  k3 = np.exp(0.8) - 1.0 - 0.8
+  expected = {
+    "mismatch_kl_k1": -0.8 * share,
+    "mismatch_kl_k3": k3 * share,
+    "mismatch_chi2": (np.exp(1.6) - 1.0) * share,
+    "mismatch_ratio_p50": 1.0,
+    "mismatch_ratio_max": np.exp(0.8),
+    # e^0.8 is above the cap of 2: these tokens are left out.
+    "masked_share": share,
+    "worst_kl": k3,
+    "worst_group_id": 2.0,
+    "worst_member": 2.0,
+  }
+  for name, value in expected.items():
+    np.testing.assert_allclose(
+      metrics[f"train/{name}"], value, rtol=1e-4, atol=1e-5, err_msg=name
+    )
+  assert metrics["train/kl_ref"] > 1e-5
+  late = tiny.make_trainer(
+    objective=objective, recomputes_logprobs=True, version=3
+  )
+  with pytest.raises(RuntimeError, match=r"Step 3 .*config\.trainer\.kl"):
+    late.train([first])
+
+
+def _of_version(group, version) -> types.Group:
+  return dataclasses.replace(
+    group,
+    trajectories=tuple(
+      dataclasses.replace(
+        t,
+        version=version,
+        token_versions=np.full(len(t.completion), version, np.int32),
+      )
+      for t in group.trajectories
+    ),
+  )
+
+
+def test_a_step_of_truncated_completions_changes_nothing():
+  settings = dataclasses.replace(tiny.SHAPING, masks_truncated=True)
+  trainer = tiny.make_trainer(shaping=settings)
+  (group,) = tiny.make_groups(1)
+  cut = dataclasses.replace(
+    group,
+    trajectories=tuple(
+      dataclasses.replace(t, finish_reason="length") for t in group.trajectories
+    ),
+  )
+  metrics = trainer.train([cut])
+  assert trainer.version == 1
+  assert metrics["train/empty_steps"] == metrics["train/untrained_share"] == 1.0
+  _assert_params(trainer.params(), tiny.make_params(), atol=0.0)
