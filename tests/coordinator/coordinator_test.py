@@ -1,11 +1,13 @@
 """What can go wrong between two events, case by case."""
 
 import json
+import random
 
 import pytest
 
 from dora_jax.coordinator import events as ev
-from tests.coordinator import scene
+from tests.coordinator import driving, scene
+from tests.coordinator import world as world_lib
 
 
 def test_an_evicted_group_waits_for_its_moves_to_be_spoken_of():
@@ -135,3 +137,68 @@ def test_an_event_that_contradicts_the_orders_raises(event, message):
   made = scene.coordinator_of([(1, {0: [0]})], newest_version=1)
   with pytest.raises(ValueError, match=message):
     made.handle(event, 1.0)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "group_size", "num_needed"),
+  [
+    ("dora", 4, 4),
+    # Half of the generator is enough for a group as large as it.
+    ("dora", 8, 4),
+    # Here no generator changes version before the last member is done.
+    ("sync", 4, 1),
+  ],
+)
+def test_a_group_starts_when_all_of_it_has_slots(
+  schedule, group_size, num_needed
+):
+  world = world_lib.World(
+    schedule=schedule,
+    max_staleness=1,
+    prompts_per_batch=8,
+    group_size=group_size,
+    num_steps=2,
+    slots=[8],
+    rollout_groups=16,
+  )
+  world.step(0)
+  assert len(world.running) == 8
+  for num_free in range(1, num_needed):
+    world.step(0)
+    assert len(world.running) == 8 - num_free
+  world.step(0)
+  assert len(world.running) == 8
+
+
+def _num_filled(rollout_groups, monkeypatch):
+  """Groups that began with a legacy version though others had the newest."""
+  filled = []
+
+  def submit(self, command):
+    newest_version = self.coordinator.newest_version
+    is_new = command.group_id not in self.versions
+    if is_new and command.version < newest_version:
+      filled.append(self.coordinator.fleet.is_served(newest_version))
+    return _submit(self, command)
+
+  _submit = world_lib.World._submit
+  monkeypatch.setattr(world_lib.World, "_submit", submit)
+  for seed in range(5):
+    world = world_lib.World(
+      max_staleness=3,
+      prompts_per_batch=4,
+      group_size=1,
+      num_steps=12,
+      slots=[4, 4, 4],
+      rollout_groups=rollout_groups,
+    )
+    driving.drive(world, random.Random(seed), "tail")
+  monkeypatch.undo()
+  return sum(filled)
+
+
+def test_legacy_slots_are_filled_only_where_work_in_flight_is_fixed(
+  monkeypatch,
+):
+  assert _num_filled(16, monkeypatch) > 0
+  assert _num_filled(None, monkeypatch) == 0
