@@ -24,8 +24,8 @@ def get_config() -> config_dict.ConfigDict:
   # which second, what, of whom, how much.
   config.faults.events = ()
   config.measure = _measure()
-  # Name -> {"section.field": value} that differs in it; none: the config itself
-  # is what runs. A case is compared with what is published of its name.
+  # Name -> {section: {field: value}} that differs in it; none: the config
+  # itself is what runs. A case is compared with what is published of its name.
   config.cases = config_dict.ConfigDict()
   config.published = config_dict.ConfigDict()
   config.lock()
@@ -63,7 +63,7 @@ def _generator() -> config_dict.ConfigDict:
 
 def _cost() -> config_dict.ConfigDict:
   cost = config_dict.ConfigDict()
-  cost.file = ""  # measured costs, as --calibrate writes them; "" = the roofline
+  cost.file = ""  # measured, as --calibrate writes them; "" = the roofline
   # Shares of the data sheet's rates.
   cost.bandwidth = 0.6  # memory, in decoding
   cost.flops = 0.5  # in decoding and prefill
@@ -83,7 +83,7 @@ def _cost() -> config_dict.ConfigDict:
 def _workload() -> config_dict.ConfigDict:
   workload = config_dict.ConfigDict()
   workload.lengths_file = ""  # of lengths, .json or text; "" = lognormal
-  workload.mean_length = 2000.0  # tokens that a request samples, cut at the most
+  workload.mean_length = 2000.0  # tokens sampled, after the cut at max_length
   workload.sigma = 1.0  # deviation of the logarithm, before the cut
   workload.max_length = 16_384
   workload.growth = 0.0  # of lengths with each version; 0.01 = 1 % longer
@@ -121,4 +121,6 @@ def _measure() -> config_dict.ConfigDict:
   measure = config_dict.ConfigDict()
   measure.warmup_steps = 4  # left out at the beginning
   measure.cooldown_steps = 4  # and at the end, at least K + 1
+  measure.error_of = "step_s"  # what "error" in summary.json is about
+  measure.where = ""  # names errors in summary.json; "" = the number of devices
   return measure

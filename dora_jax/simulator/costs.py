@@ -137,9 +137,7 @@ class Costs:
 
   def train_s(self, num_tokens: int) -> float:
     """Of a training step with so many tokens, until it is published."""
-    return (
-      self.train_fixed_s + self.train_token_s * num_tokens + self.publish_s
-    )
+    return self.train_fixed_s + self.train_token_s * num_tokens + self.publish_s
 
   def move_s(self, num_kv_tokens: int) -> float:
     """Of a move that carries so many tokens' KV."""

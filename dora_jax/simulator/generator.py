@@ -115,9 +115,7 @@ class VirtualGenerator:
       self._order(lambda at_s: self._refresh(order, at_s), now_s)
     else:
       self._version = None
-      self._around.at(
-        now_s + self._cost.load_s, self._loaded, order.version, 0
-      )
+      self._around.at(now_s + self._cost.load_s, self._loaded, order.version, 0)
     self.settle(now_s)
 
   def extract(self, order: ev.Move, now_s: float) -> None:

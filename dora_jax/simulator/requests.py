@@ -21,7 +21,7 @@ class Live:
     spilled: of these, those whose KV comes back from the host then.
     is_mixed: whether more than one version has sampled it.
     entered: the generator's token clock when it entered its slot.
-    entry: which entry it was, so that what is planned for others is passed over.
+    entry: which entry that was, by which plans for others are told apart.
   """
 
   name: Name

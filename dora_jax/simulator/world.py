@@ -22,7 +22,8 @@ from dora_jax.simulator import (
   workload,
 )
 
-
+# When, the order of what is due at one time, what to call, with what.
+_Due = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 # Ticks alone on the clock after which nothing will come of them.
 _LONELY_TICKS = 8
 
@@ -88,7 +89,7 @@ class World:
     self._tick_s = tick_s
     self._is_colocated = is_colocated
     self._befalls = befalls
-    self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+    self._due: list[_Due] = []
     self._inbox: collections.deque[ev.Event] = collections.deque()
     self._order = 0
     self._has_tick = bool(tick_s)
@@ -139,7 +140,7 @@ class World:
     self._inbox.append(event)
 
   def _deliver(self) -> None:
-    """Lets the coordinator hear what has come in, and carries out its answer."""
+    """Lets the coordinator hear what has come in, and does what it says."""
     while self._inbox and self._stop_reason is None:
       event = self._inbox.popleft()
       self.num_events += 1
