@@ -1,4 +1,4 @@
-"""A mixture of 560B on 4,096 accelerators: the scale of the paper in production.
+"""A mixture of 560B on 4,096 accelerators: the paper in production.
 
   source    the LongCat-Flash reports and DORA, arXiv 2604.26256, section 6:
             560B weights, 4,096 accelerators, 64K tokens; the rest is guessed

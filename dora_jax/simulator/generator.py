@@ -7,17 +7,20 @@ between, `costs` says how far it is.
 
 import collections
 import math
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from dora_jax.coordinator import events as ev
 from dora_jax.simulator import admission, costs, requests, slots
 
 
-class Surroundings(Protocol):
+@typing.runtime_checkable
+class Surroundings(typing.Protocol):
   """What a generator needs of the world around it."""
 
-  def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
+  def at(
+    self, time_s: float, call: Callable[..., None], *args: typing.Any
+  ) -> None:
     """Calls back at a time, with the arguments and the time."""
     ...
 

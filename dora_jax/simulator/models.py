@@ -20,8 +20,8 @@ class ModelSize:
   num_active: float
   num_expert_params: float = 0.0
   expert_share: float = 0.0
-  kv_values: float
-  attention_flops: float
+  kv_values: int
+  attention_flops: int
 
 
 def _dense(

@@ -27,7 +27,7 @@ def simulate(config: Config) -> dict[str, float]:
     ValueError: a field has a value with which nothing could run.
   """
   validate(config)
-  made = make_world(config)
+  made = make_world(config, cost=make_costs(config))
   reason = made.run()
   if reason not in ("finished", "data_exhausted"):
     raise ValueError(
@@ -38,11 +38,11 @@ def simulate(config: Config) -> dict[str, float]:
     num_warmup=config.measure.warmup_steps,
     num_cooldown=config.measure.cooldown_steps,
   )
-  return {**values, "events": made.num_events}
+  return {**values, "events": float(made.num_events)}
 
 
-def make_world(config: Config) -> world.World:
-  """The virtual cluster of a valid config."""
+def make_world(config: Config, *, cost: costs.Costs) -> world.World:
+  """The virtual cluster of a valid config, where all takes what `cost` says."""
   size = models.find(config.model.name)
   generator = config.generator
   capacity = generator.kv_tokens or roofline.kv_capacity(
@@ -63,8 +63,8 @@ def make_world(config: Config) -> world.World:
     )
   return world.World(
     coordinator=_make_coordinator(config, size),
-    cost=make_costs(config),
-    work=_make_workload(config),
+    cost=cost,
+    work=make_workload(config),
     group_size=config.coordinator.group_size,
     num_generators=num_generators(config),
     num_slots=generator.slots,
@@ -208,7 +208,8 @@ def _make_coordinator(
   )
 
 
-def _make_workload(config: Config) -> workload.Workload:
+def make_workload(config: Config) -> workload.Workload:
+  """The work of config.workload."""
   work = config.workload
   lengths: workload.Lengths
   if work.lengths_file:

@@ -118,7 +118,7 @@ class Slots:
   def to_boundary(self, num_steps: float) -> float:
     """So many steps, rounded up to whole chunks from now on."""
     chunks = math.ceil(num_steps / self._chunk_steps - _EPSILON)
-    return chunks * self._chunk_steps
+    return float(chunks * self._chunk_steps)
 
   def _is_current(self, live: requests.Live, entry: int) -> bool:
     return live.entry == entry and self._live.get(live.name) is live

@@ -11,7 +11,6 @@ import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -38,26 +37,22 @@ class Turns:
   observation_tokens: int
 
 
-class Lengths(Protocol):
-  """Sampled tokens of each member of a group, before growth and limit."""
-
-  def draw(self, group_id: int, group_size: int) -> Sequence[float]:
-    """One length a member; the same whenever it is asked."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormal:
-  """median * exp(sigma * z), z ~ N(0, 1) from the seed and the group."""
+  """Lengths of a group's members, before growth and limit, in tokens:
+
+  median * exp(sigma * z), z ~ N(0, 1) from the seed and the group.
+  """
 
   median: float
   sigma: float
   seed: int
 
-  def draw(self, group_id: int, group_size: int) -> Sequence[float]:
-    """One length a member."""
+  def draw(self, group_id: int, group_size: int) -> list[float]:
+    """One length a member; the same whenever it is asked."""
     rng = np.random.default_rng((self.seed, _LENGTH, group_id))
-    return self.median * np.exp(self.sigma * rng.standard_normal(group_size))
+    z = rng.standard_normal(group_size)
+    return (self.median * np.exp(self.sigma * z)).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +63,16 @@ class Empirical:
   pooled: Int[np.ndarray, "N"]
   seed: int
 
-  def draw(self, group_id: int, group_size: int) -> Sequence[float]:
-    """One length a member."""
+  def draw(self, group_id: int, group_size: int) -> list[float]:
+    """One length a member; the same whenever it is asked."""
     seen = self.by_group.get(group_id, ())
     if len(seen) == group_size:
-      return seen
+      return list(map(float, seen))
     rng = np.random.default_rng((self.seed, _LENGTH, group_id))
-    return rng.choice(self.pooled, group_size)
+    return rng.choice(self.pooled, group_size).astype(float).tolist()
+
+
+Lengths = LogNormal | Empirical
 
 
 def read_lengths(path: pathlib.Path, *, seed: int) -> Empirical:
@@ -103,7 +101,7 @@ def read_lengths(path: pathlib.Path, *, seed: int) -> Empirical:
   )
 
 
-def median_for_mean(*, mean: float, sigma: float, limit: float) -> float:
+def median_for_mean(*, mean: float, sigma: float, limit: int) -> float:
   """Finds the median of a lognormal whose mean, cut at a limit, is given.
 
   E[min(X, c)] = m exp(s^2/2) Phi(z - s) + c (1 - Phi(z)), z = ln(c/m) / s
@@ -119,7 +117,7 @@ def median_for_mean(*, mean: float, sigma: float, limit: float) -> float:
 
   def cut_mean(median: float) -> float:
     if not sigma:
-      return min(median, limit)
+      return float(min(median, limit))
     normal = statistics.NormalDist()
     z = math.log(limit / median) / sigma
     below = median * math.exp(sigma**2 / 2) * normal.cdf(z - sigma)
@@ -180,7 +178,7 @@ class Workload:
       return []
     rng = np.random.default_rng((self.seed, _PAUSE, group_id, member))
     z = rng.standard_normal(turns.num_turns - 1)
-    return list(_lognormal_of_mean(turns.pause_s, turns.pause_sigma, z))
+    return _lognormal_of_mean(turns.pause_s, turns.pause_sigma, z).tolist()
 
   def reward_delay_s(self, group_id: int, member: int) -> float:
     """Until the reward of a finished request is known."""

@@ -36,6 +36,7 @@ class World:
   """Runs a coordinator to its end on a virtual clock.
 
   Attributes:
+    coordinator: that decides.
     now_s: the virtual clock.
     record: what has happened, step by step.
     generators: all that have ever joined, by id.
@@ -77,7 +78,7 @@ class World:
     self.now_s = 0.0
     self.generators: dict[int, generator.VirtualGenerator] = {}
     self.num_events = 0
-    self._coordinator = coordinator
+    self.coordinator = coordinator
     self._cost = cost
     self._work = work
     self._group_size = group_size
@@ -146,7 +147,7 @@ class World:
       self.num_events += 1
       if isinstance(event, ev.Loaded):
         self.record.num_reprefilled += event.num_reprefilled
-      for command in self._coordinator.handle(event, self.now_s):
+      for command in self.coordinator.handle(event, self.now_s):
         self._carry_out(command)
 
   def _carry_out(self, command: ev.Command) -> None:
@@ -235,8 +236,8 @@ class World:
       now_s,
       self.generators.values(),
       num_slots=self._num_slots,
-      waited_s=self._coordinator.trainer_wait_s,
-      num_alive=len(self._coordinator.versions_alive()),
+      waited_s=self.coordinator.trainer_wait_s,
+      num_alive=len(self.coordinator.versions_alive()),
     )
     self.send(ev.StepDone(version=version))
 
@@ -325,7 +326,7 @@ class World:
       self._has_tick and self._num_lonely_ticks < _LONELY_TICKS
     )
     if not is_waiting:
-      waits = self._coordinator.waits()
+      waits = self.coordinator.waits()
       raise Stalled(
         f"Nothing is under way at {self.now_s:.0f} s, and the run has not "
         "ended: "
