@@ -57,7 +57,7 @@ def _generator() -> config_dict.ConfigDict:
   generator.chunk_steps = 16  # decode steps between two looks by the host
   generator.memory_share = 0.85  # of the devices' memory, for weights and KV
   generator.kv_tokens = 0  # whose KV a generator holds; 0 = what memory allows
-  generator.progress_s = 10.0  # least time between two reports
+  generator.progress_s = 10.0  # without a finish, until a report is due
   return generator
 
 

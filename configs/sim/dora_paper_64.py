@@ -30,8 +30,8 @@ def get_config():
   config.cluster.trainer_devices = 40
   config.generator.devices = 4
   config.generator.slots = 512
-  config.cost.training = 0.1702
-  config.cost.bandwidth = 0.3312
+  config.cost.training = 0.1698
+  config.cost.bandwidth = 0.3298
   config.workload.mean_length = 2250.0
   config.workload.sigma = 1.0
   config.workload.max_length = 30_720

@@ -5,7 +5,7 @@
   training    train/step_s = train_fixed + tokens * train_token, likewise
   publishing  the median of weights/publish_s; loading, of the publish slices
   messages    from StepDone to the first Loaded that follows, less the load
-  rewards     from each Finished to its Scored, on average
+  rewards     from Finished to Scored, the median
 
 What a run of sync does not show is set beside something that it does: a move
 takes two loads (a packing, an unpacking), and its KV nothing more.
@@ -35,7 +35,7 @@ class _Heard:
   Attributes:
     arguments: the config of the run.
     lengths: group_id -> sampled tokens of each member.
-    reward_s: from Finished to Scored, mean.
+    reward_s: from Finished to Scored, median.
     load_s: from StepDone to the first Loaded after it, median.
   """
 
@@ -73,7 +73,7 @@ def measure(run: pathlib.Path) -> dict[str, Any]:
   Returns:
     costs: the fields of `costs.Costs`.
     lengths: group_id -> sampled tokens of each member.
-    reward_s: mean seconds of a reward.
+    reward_s: seconds of a reward, median.
     prompt_tokens: of a prompt, on average.
 
   Raises:
@@ -192,7 +192,7 @@ def _hear(run: pathlib.Path) -> _Heard:
       group_id: [found[m] for m in sorted(found)]
       for group_id, found in sorted(lengths.items())
     },
-    reward_s=statistics.fmean(rewards_s),
+    reward_s=statistics.median(rewards_s),
     load_s=statistics.median(loads_s[_NUM_SKIPPED:]),
   )
 

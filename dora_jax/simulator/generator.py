@@ -38,6 +38,7 @@ class VirtualGenerator:
 
   Attributes:
     generator_id: its id.
+    num_slots: requests that it runs at once.
     num_mixed: finished requests that several versions have sampled.
     slots: of its live requests.
     line: of those without a slot.
@@ -66,13 +67,15 @@ class VirtualGenerator:
       kv_capacity: tokens whose KV it holds.
       chunk_steps: decode steps between two looks of the host.
       observation_tokens: that an environment appends after a turn.
-      progress_s: least time between two reports.
+      progress_s: after so long without a report one is due; one also comes
+        with requests that finish.
       around: where its reports go.
       now_s: when it joins.
     """
     self.generator_id = generator_id
+    self.num_slots = num_slots
     self.num_mixed = 0
-    self.seconds: collections.Counter[str] = collections.Counter()
+    self.seconds: dict[str, float] = collections.defaultdict(float)
     self.slots = slots.Slots(chunk_steps)
     self.line = admission.Line(
       into=self.slots,
@@ -95,6 +98,15 @@ class VirtualGenerator:
     self._wake_s, self._wake_steps, self._wake_id = math.inf, 0.0, 0
     self._said_s = now_s
     self._state, self._state_since_s = "prompts", now_s
+
+  def joined(self) -> ev.GeneratorJoined:
+    """What the coordinator hears of it first; it is alone on its mesh."""
+    return ev.GeneratorJoined(
+      generator_id=self.generator_id,
+      num_slots=self.num_slots,
+      mesh_id=self.generator_id,
+      kv_capacity=self._kv_capacity,
+    )
 
   def serves(self, version: int) -> bool:
     """Whether it is there and serves this version."""

@@ -70,17 +70,17 @@ class Record:
     now_s: float,
     generators: Iterable[generator.VirtualGenerator],
     *,
-    num_slots: int,
     waited_s: Mapping[str, float],
     num_alive: int,
   ) -> None:
     """The trainer has published; generators are settled."""
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     busy = steps = mixed = spilled = 0.0
     for each in generators:
-      seconds.update(each.seconds)
+      for state, spent_s in each.seconds.items():
+        seconds[state] += spent_s
       busy += each.slots.busy_steps
-      steps += each.slots.steps
+      steps += each.slots.steps * each.num_slots
       mixed += each.num_mixed
       spilled += each.line.num_spilled
     self.steps.append(
@@ -92,7 +92,7 @@ class Record:
         num_alive=num_alive,
         seconds=seconds,
         busy_slot_steps=busy,
-        slot_steps=steps * num_slots,
+        slot_steps=steps,
         waited_s=dict(waited_s),
         counts={
           "moved": float(self.num_moved),

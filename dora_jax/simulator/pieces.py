@@ -1,5 +1,6 @@
 """The pieces of a simulation, each made from its section of the config."""
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -16,6 +17,7 @@ from dora_jax.simulator import (
   workload,
   world,
 )
+from dora_jax.simulator import generator as generator_lib
 
 Config = Any
 
@@ -67,10 +69,15 @@ def make_world(config: Config, *, cost: costs.Costs) -> world.World:
     work=make_workload(config),
     group_size=config.coordinator.group_size,
     num_generators=num_generators(config),
-    num_slots=generator.slots,
-    kv_capacity=capacity,
-    chunk_steps=generator.chunk_steps,
-    progress_s=generator.progress_s,
+    make_generator=functools.partial(
+      generator_lib.VirtualGenerator,
+      cost=cost,
+      num_slots=generator.slots,
+      kv_capacity=capacity,
+      chunk_steps=generator.chunk_steps,
+      observation_tokens=work.observation_tokens,
+      progress_s=generator.progress_s,
+    ),
     tick_s=config.coordinator.balance_period_s,
     is_colocated=config.cluster.colocated,
     befalls=faults.parse(config.faults.events),

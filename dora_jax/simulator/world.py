@@ -51,10 +51,7 @@ class World:
     work: workload.Workload,
     group_size: int,
     num_generators: int,
-    num_slots: int,
-    kv_capacity: int,
-    chunk_steps: int,
-    progress_s: float,
+    make_generator: Callable[..., generator.VirtualGenerator],
     tick_s: float,
     is_colocated: bool,
     befalls: Sequence[faults.Fault],
@@ -67,10 +64,7 @@ class World:
       work: what is generated.
       group_size: M.
       num_generators: at the beginning, each alone on its mesh.
-      num_slots: of each.
-      kv_capacity: tokens of KV that each holds.
-      chunk_steps: decode steps between two looks of the host.
-      progress_s: least time between two reports of a generator.
+      make_generator: makes one, given its id, what is around it, and now.
       tick_s: seconds between two Ticks; 0 sends none.
       is_colocated: whether generators stand still while the trainer works.
       befalls: what happens to the cluster.
@@ -83,10 +77,7 @@ class World:
     self._work = work
     self._group_size = group_size
     self._num_generators = num_generators
-    self._num_slots = num_slots
-    self._kv_capacity = kv_capacity
-    self._chunk_steps = chunk_steps
-    self._progress_s = progress_s
+    self._make_generator = make_generator
     self._tick_s = tick_s
     self._is_colocated = is_colocated
     self._befalls = befalls
@@ -235,7 +226,6 @@ class World:
     self.record.end_step(
       now_s,
       self.generators.values(),
-      num_slots=self._num_slots,
       waited_s=self.coordinator.trainer_wait_s,
       num_alive=len(self.coordinator.versions_alive()),
     )
@@ -270,25 +260,11 @@ class World:
   def _join(self, number: int) -> None:
     for _ in range(number):
       generator_id = len(self.generators)
-      self.generators[generator_id] = generator.VirtualGenerator(
-        generator_id=generator_id,
-        cost=self._cost,
-        num_slots=self._num_slots,
-        kv_capacity=self._kv_capacity,
-        chunk_steps=self._chunk_steps,
-        observation_tokens=self._work.turns.observation_tokens,
-        progress_s=self._progress_s,
-        around=self,
-        now_s=self.now_s,
+      made = self._make_generator(
+        generator_id=generator_id, around=self, now_s=self.now_s
       )
-      self._inbox.append(
-        ev.GeneratorJoined(
-          generator_id=generator_id,
-          num_slots=self._num_slots,
-          mesh_id=generator_id,
-          kv_capacity=self._kv_capacity,
-        )
-      )
+      self.generators[generator_id] = made
+      self._inbox.append(made.joined())
 
   def _befall(self, fault: faults.Fault, now_s: float) -> None:
     self._num_faults -= 1

@@ -1,5 +1,7 @@
 """A small virtual cluster, whose times can be worked out by hand."""
 
+from typing import Any
+
 from configs.sim import common
 from dora_jax.simulator import costs, pieces, roofline, world
 
@@ -39,9 +41,9 @@ def make_costs(**changes: float) -> costs.Costs:
   return costs.Costs(**{**values, **changes})
 
 
-def make_config(**changes):
+def make_config(**changes: Any) -> Any:
   """Two generators of 16 slots, 8 groups of 4 a step; section__field=value."""
-  config = common.get_config()
+  config: Any = common.get_config()
   config.model.name = "tiny"
   config.cluster.accelerator = "cpu"
   config.cluster.devices = 3
@@ -67,7 +69,7 @@ def make_config(**changes):
   return config
 
 
-def run(config, **cost_changes: float) -> world.World:
+def run(config: Any, **cost_changes: float) -> world.World:
   """Runs a config with these costs to its end."""
   made = pieces.make_world(config, cost=make_costs(**cost_changes))
   assert made.run() == "finished"
