@@ -133,9 +133,7 @@ def _act(values: Any, console: rich.console.Console) -> int:
   if config is None:
     raise ValueError("--config is missing: name a configs/sim/NAME.py.")
   if values.fit:
-    chosen = {each.name: each for each in sweep.cases(config)}[values.fit]
-    published = config.published[values.fit].to_dict()
-    for field, value in fit.efficiencies(config, chosen, published).items():
+    for field, value in fit_case(config, values.fit).items():
       console.print(f"config.{field} = {value:.4f}")
     return 0
   settings = sweep.cases(config)
@@ -154,6 +152,23 @@ def _act(values: Any, console: rich.console.Console) -> int:
     names = [setting.name for setting in settings]
     picture.draw(names, results, workdir / "sweep.png", best=best)
   return 0
+
+
+def fit_case(config: Any, name: str) -> dict[str, float]:
+  """Fits the efficiencies to what is published of a case.
+
+  Raises:
+    ValueError: nothing is published of it, or too little.
+  """
+  published = config.published.to_dict().get(name, {})
+  chosen = [each for each in sweep.cases(config) if each.name == name]
+  needed = {"step_s", "rollout_not_hidden_s"}
+  if not (chosen and needed <= published.keys()):
+    raise ValueError(
+      f"--fit is {name!r} but must be one of config.cases of which "
+      f"config.published has {' and '.join(sorted(needed))}."
+    )
+  return fit.efficiencies(config, chosen[0], published)
 
 
 def unknown_field(argv: list[str]) -> str | None:

@@ -1,7 +1,7 @@
 """Measures the costs and lengths of a real run, for simulations of its machine.
 
   decoding    seconds of all generators' slices in a step = decode steps *
-              step_fixed + prefilled tokens * prefill_token, by least squares
+              step_fixed + prefilled tokens * prefill_token, by a robust line
   training    train/step_s = train_fixed + tokens * train_token, likewise
   publishing  the median of weights/publish_s; loading, of the publish slices
   messages    from StepDone to the first Loaded that follows, less the load
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from dora_jax.simulator import costs
 
@@ -85,22 +86,41 @@ def measure(run: pathlib.Path) -> dict[str, Any]:
       f"{run} has {len(rows)} steps, but {_NUM_SKIPPED + 3} at least are "
       "needed: the first ones compile."
     )
-  heard, drawn = _hear(run), _draw(run)
+  heard = _hear(run)
   samples = (run / "trajectories" / "sampled.jsonl").read_text().splitlines()
   prompt_tokens = statistics.fmean(
     len(json.loads(line)["prompt_tokens"]) for line in samples
   )
+  made = _costs(rows, heard, _draw(run), prompt_tokens=prompt_tokens)
+  return {
+    "costs": dataclasses.asdict(made),
+    "lengths": heard.lengths,
+    "reward_s": heard.reward_s,
+    "prompt_tokens": round(prompt_tokens),
+  }
+
+
+def _costs(
+  rows: Sequence[dict[str, float]],
+  heard: _Heard,
+  drawn: _Drawn,
+  *,
+  prompt_tokens: float,
+) -> costs.Costs:
   coordinator = heard.arguments["coordinator"]
+  num_prompts = coordinator["prompts_per_batch"]
   step_s, prefill_s = _decoding(
     rows, drawn.decode_s, num_slots=heard.arguments["generator"]["slots"]
   )
-  num_prompts = coordinator["prompts_per_batch"]
+  # The metrics count completions only; a step trains on their prompts too.
+  num_prompt_tokens = num_prompts * coordinator["group_size"] * prompt_tokens
   train_token_s, train_fixed_s = _line(
-    [row["train/num_tokens"] for row in rows[_NUM_SKIPPED:]],
+    [
+      row["train/num_tokens"] + num_prompt_tokens for row in rows[_NUM_SKIPPED:]
+    ],
     [row["train/step_s"] for row in rows[_NUM_SKIPPED:]],
   )
-  prompts_s = train_token_s * num_prompts * coordinator["group_size"]
-  made = costs.Costs(
+  return costs.Costs(
     step_fixed_s=step_s,
     weights_read_s=0.0,
     kv_token_read_s=0.0,
@@ -108,8 +128,7 @@ def measure(run: pathlib.Path) -> dict[str, Any]:
     kv_token_flops_s=0.0,
     prefill_token_s=prefill_s / (num_prompts * prompt_tokens),
     train_token_s=train_token_s,
-    # A batch's tokens count completions only in the metrics.
-    train_fixed_s=max(0.0, train_fixed_s - prompts_s * prompt_tokens),
+    train_fixed_s=train_fixed_s,
     publish_s=_median(rows, "weights/publish_s"),
     load_s=drawn.load_s,
     move_fixed_s=2 * drawn.load_s,
@@ -118,12 +137,6 @@ def measure(run: pathlib.Path) -> dict[str, Any]:
     switch_s=0.0,
     message_s=max(0.0, heard.load_s - drawn.load_s),
   )
-  return {
-    "costs": dataclasses.asdict(made),
-    "lengths": heard.lengths,
-    "reward_s": heard.reward_s,
-    "prompt_tokens": round(prompt_tokens),
-  }
 
 
 def _decoding(
@@ -141,14 +154,19 @@ def _decoding(
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-  """Slope and intercept of a line by least squares; neither is below 0."""
-  deviation = np.array(x) - np.mean(x)
-  spread = float(deviation @ deviation)
-  slope = float(deviation @ np.array(y)) / spread if spread else 0.0
-  slope = max(0.0, slope)
-  intercept = float(np.mean(y)) - slope * float(np.mean(x))
+  """Slope and intercept of a line; neither is below 0.
+
+  The slope is the median of those between two points (Theil, Sen), so that
+  steps during which the machine was busy with something else do not count.
+  """
+  if len(set(x)) == 1:
+    return 0.0, statistics.median(y)
+  found = stats.theilslopes(y, x)
+  slope, intercept = float(found.slope), float(found.intercept)
+  if slope < 0:
+    return 0.0, statistics.median(y)
   if intercept < 0:
-    return float(np.mean(y)) / float(np.mean(x)), 0.0
+    return statistics.median(np.array(y) / np.array(x)), 0.0
   return slope, intercept
 
 

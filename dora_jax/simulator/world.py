@@ -290,7 +290,7 @@ class World:
 
   def _tick(self, now_s: float) -> None:
     self.at(now_s + self._tick_s, self._tick)
-    self.send(ev.Tick())
+    self._inbox.append(ev.Tick())  # The coordinator's own clock.
 
   def _check_stalled(self) -> None:
     """Raises where only the clock goes on, and no fault is to come."""

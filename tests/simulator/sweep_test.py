@@ -119,3 +119,8 @@ def test_a_fit_finds_the_efficiencies_that_made_what_is_published():
 def test_a_config_that_cannot_run_is_refused(change, message):
   with pytest.raises(ValueError, match=message):
     pieces.simulate(small.make_config(**change))
+
+
+def test_a_fit_to_what_nobody_published_is_refused():
+  with pytest.raises(ValueError, match="--fit is 'dora'"):
+    simulate.fit_case(small.make_config(), "dora")

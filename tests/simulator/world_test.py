@@ -208,7 +208,8 @@ def test_faults_that_cannot_be_read_are_refused(line):
 
 
 def test_a_wait_for_nothing_is_reported():
-  made = pieces.make_world(small.make_config(), cost=small.make_costs())
+  cost = small.make_costs(message_s=0.001)
+  made = pieces.make_world(small.make_config(), cost=cost)
   # A coordinator that hears of no generator waits for ever.
   made.send = lambda event: None
   with pytest.raises(world.Stalled, match="trainer waits for"):
