@@ -29,9 +29,14 @@ def efficiencies(
   """
   train_s = published["step_s"] - published["rollout_not_hidden_s"]
   chosen = sweep.changed(config, setting.overrides)
+  cost = pieces.make_costs(chosen)
+  fixed_s = cost.train_s(0)
+  if chosen.cluster.colocated:
+    fixed_s += 2 * cost.switch_s
   predicted_s = pieces.simulate(chosen)["train_s"]
-  # What does not depend on the efficiency is far below a second here.
-  training = config.cost.training * predicted_s / train_s
+  training = (
+    config.cost.training * (predicted_s - fixed_s) / (train_s - fixed_s)
+  )
   low, high = 0.02, 1.0
   for _ in range(_NUM_HALVINGS):
     middle = math.sqrt(low * high)

@@ -88,7 +88,12 @@ def test_a_picture_is_drawn(tmp_path):
 
 
 def test_a_fit_finds_the_efficiencies_that_made_what_is_published():
-  config = small.make_config(coordinator__schedule="sync")
+  config = small.make_config(
+    coordinator__schedule="sync",
+    coordinator__num_steps=3,
+    measure__warmup_steps=1,
+    measure__cooldown_steps=0,
+  )
   config.model.name = "qwen2.5-7b"
   config.cluster.accelerator = "H100"
   config.generator.chunk_steps = 16
