@@ -19,9 +19,9 @@ def get_config():
   config.model.number_bytes = 1.0
   config.cluster.accelerator = "H800"
   config.cluster.devices = 4096
-  config.cluster.trainer_devices = 2048
+  config.cluster.trainer_devices = 512
   config.generator.devices = 16
-  config.generator.slots = 256
+  config.generator.slots = 160
   config.generator.chunk_steps = 32
   config.generator.progress_s = 60.0
   config.cost.imbalance = 1.3
