@@ -42,7 +42,10 @@ def run(
   num_processes: int,
   console: rich.console.Console,
 ) -> list[dict[str, float]]:
-  """Runs the settings with a progress bar; what each measured, in order."""
+  """Runs the settings with a progress bar; what each measured, in order.
+
+  Each is told when it ends, so that an interrupted sweep has shown something.
+  """
   results: list[dict[str, float]] = [{}] * len(settings)
   with rich.progress.Progress(console=console, transient=True) as progress:
     task = progress.add_task("simulating", total=len(settings))
@@ -50,6 +53,11 @@ def run(
       config, settings, num_processes=num_processes
     ):
       results[index] = values
+      progress.console.print(
+        f"{settings[index].name}: {values['tokens_per_s']:,.0f} tokens/s, "
+        f"{values['step_s']:,.1f} s a step, lag {values['lag_mean']:.2f}",
+        highlight=False,
+      )
       progress.advance(task)
   return results
 
