@@ -2,6 +2,7 @@
 
 import pytest
 
+from dora_jax.coordinator import events as ev
 from dora_jax.coordinator.schedules import registry
 from dora_jax.simulator import pieces, world
 from tests.simulator import small
@@ -34,16 +35,6 @@ def test_a_synchronous_step_is_its_longest_request_and_training():
   assert busy == pytest.approx(
     sum(sum(lengths_of_step(config, step)) for step in range(8))
   )
-
-
-def test_chunks_are_finished_before_anyone_is_told():
-  config = small.make_config(
-    coordinator__schedule="sync", generator__chunk_steps=32
-  )
-  made = small.run(config)
-  lengths = lengths_of_step(config, 0)
-  end_s = made.record.steps[0].start_s
-  assert 0.001 * max(lengths) <= end_s + 1e-9 < 0.001 * max(lengths) + 0.032
 
 
 def test_shared_devices_take_turns():
@@ -138,6 +129,10 @@ def test_turns_wait_for_their_environment_without_a_slot():
   delay_s = made.record.steps[-1].end_s - plain.record.steps[-1].end_s
   assert delay_s == pytest.approx(8 * 0.1, rel=0.02)
   assert made.record.steps[-1].seconds["environment"] > 0
+  # What it says is read with all the rest from then on.
+  read = small.run(config, kv_token_read_s=1e-6)
+  config.workload.observation_tokens = 0
+  assert read.now_s > small.run(config, kv_token_read_s=1e-6).now_s
 
 
 def test_lengths_grow_with_the_version():
@@ -174,9 +169,25 @@ def test_a_lost_generator_costs_time_and_nothing_else():
   assert lost.generators[2].slots.busy_steps > 0
 
 
-def test_moves_to_a_lost_generator_lose_nobody():
-  config = faulty("0.62 lose 1", "0.9 lose 2", cluster__devices=6)
-  made = small.run(config, move_fixed_s=0.05, load_s=0.01)
+class Unlucky(world.World):
+  """Loses the first generator that requests are on their way to."""
+
+  lost: int | None = None
+
+  def carry(self, move, lives):
+    super().carry(move, lives)
+    if self.lost is None and lives:
+      self.lost = move.target_id
+      self.generators[self.lost].lose(self.now_s)
+      self.send(ev.GeneratorLost(generator_id=self.lost))
+
+
+def test_moves_to_a_lost_generator_lose_nobody(monkeypatch):
+  monkeypatch.setattr(world, "World", Unlucky)
+  made = small.run(
+    small.make_config(cluster__devices=4), move_fixed_s=0.05, load_s=0.01
+  )
+  assert isinstance(made, Unlucky) and made.lost is not None
   assert made.coordinator.ledger.num_trained == 8 * 8
 
 
