@@ -161,8 +161,7 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
   """
   if len(set(x)) == 1:
     return 0.0, statistics.median(y)
-  found = stats.theilslopes(y, x)
-  slope, intercept = float(found.slope), float(found.intercept)
+  slope, intercept = map(float, tuple(stats.theilslopes(y, x))[:2])
   if slope < 0:
     return 0.0, statistics.median(y)
   if intercept < 0:
