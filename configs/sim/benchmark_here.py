@@ -6,8 +6,8 @@
   command   python -m dora_jax.simulate \
               --config=configs/sim/benchmark_here.py:DIR/costs.json,OUT
   time      5 s
-  result    tokens/s, predicted and measured: sync 7,146, 7,122; one_step_off
-            11,217, 11,002; replication 8,716, 8,693; partial_rollout 19,354,
+  result    tokens/s, predicted and measured: sync 7,146, 6,930; one_step_off
+            11,217, 10,807; replication 8,716, 8,693; partial_rollout 19,354,
             18,277; dora 19,462, 18,882, with lag 1.83, 1.91
 
 Costs and lengths are those of the sync run. What the other four measured is
