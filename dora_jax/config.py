@@ -146,7 +146,9 @@ def check_heads(config: Config, *, num_heads: int, num_kv_heads: int) -> None:
       )
 
 
-def explain_unknown(argv: Sequence[str], config: Config) -> str | None:
+def explain_unknown(
+  argv: Sequence[str], config: Config, *, fields_in: str = "configs/common.py"
+) -> str | None:
   """What is wrong with the first `--config.FIELD` that does not exist.
 
   ml_collections refuses such a flag too, but as a traceback, and it looks for
@@ -155,6 +157,7 @@ def explain_unknown(argv: Sequence[str], config: Config) -> str | None:
   Args:
     argv: of the process; other arguments are passed over.
     config: as its file gives it, before any flag.
+    fields_in: the file that holds every field.
 
   Returns:
     One sentence with the nearest name, or None where all fields exist.
@@ -167,8 +170,7 @@ def explain_unknown(argv: Sequence[str], config: Config) -> str | None:
     nearest = _nearest(match[1], fields)
     hint = f": did you mean config.{nearest}?" if nearest else "."
     return (
-      f"config.{match[1]} does not exist{hint} "
-      "All fields are in configs/common.py."
+      f"config.{match[1]} does not exist{hint} All fields are in {fields_in}."
     )
   return None
 

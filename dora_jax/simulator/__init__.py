@@ -1,0 +1,1 @@
+"""The real coordinator on a virtual clock: costs, workloads, faults, sweeps."""
