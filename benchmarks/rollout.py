@@ -77,7 +77,7 @@ _TUNIX_CASES = (
     limit=256,
     stops_early=True,
     num_batches=2,
-    num_pairs=3,
+    num_pairs=2,
   ),
   Case(
     name="29M, none",
@@ -85,7 +85,7 @@ _TUNIX_CASES = (
     limit=256,
     stops_early=False,
     num_batches=1,
-    num_pairs=3,
+    num_pairs=2,
   ),
 )
 _TORCH_CASES = (

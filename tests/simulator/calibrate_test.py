@@ -35,12 +35,17 @@ def write_run(folder):
     timeline.span(decoding, f"v{step}", now_s, now_s + seconds)
     now_s += seconds
     for index, length in enumerate(lengths):
-      name = {"group_id": 2 * step + index // 2, "member": index % 2}
+      group_id, member = 2 * step + index // 2, index % 2
       finished = ev.Finished(
-        generator_id=0, version=step, num_tokens=length, **name
+        generator_id=0,
+        group_id=group_id,
+        member=member,
+        version=step,
+        num_tokens=length,
       )
       events.write(finished, now_s)
-      events.write(ev.Scored(**name), now_s + _REWARD_S)
+      scored = ev.Scored(group_id=group_id, member=member)
+      events.write(scored, now_s + _REWARD_S)
     train_s = _TRAIN_S + _TRAIN_TOKEN_S * (sum(lengths) + 4 * _PROMPT)
     now_s += _REWARD_S + train_s + _PUBLISH_S
     events.write(ev.StepDone(version=step + 1), now_s)
