@@ -125,7 +125,8 @@ def _mesh() -> config_dict.ConfigDict:
 def _generator() -> config_dict.ConfigDict:
   generator = config_dict.ConfigDict()
   generator.slots = 16  # requests decoded at once, a lane
-  generator.attention = "auto"  # by the device; or "xla"
+  # "auto" is by the device, and logged; or "xla" | "tpu" | "gpu"
+  generator.attention = "auto"
   generator.page_size = 64  # tokens
   generator.num_pages = 0  # of each mesh; 0 = enough for all of its slots
   generator.max_length = 64  # tokens of prompt and completion

@@ -22,7 +22,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "tokenizer.kind": ("char", "huggingface"),
   "task.source": ("reasoning_gym", "jsonl", "parquet", "sums", "reversal"),
   "task.on_long_prompt": ("skip", "error"),
-  "generator.attention": ("auto", "xla"),
+  "generator.attention": ("auto", "xla", "tpu", "gpu"),
   "generator.dtype": ("float32", "bfloat16"),
   "trainer.schedule": ("constant", "cosine"),
   "trainer.advantage": ("grpo",),

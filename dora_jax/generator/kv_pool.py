@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int
 
 from dora_jax.generator import pages
@@ -14,17 +15,31 @@ from dora_jax.generator import pages
 class KvPool:
   """Keys and values of all live requests of a mesh, in pages.
 
-  Arrays are [layers, pages, ...]. How a page is laid out is up to the attention
-  that reads and writes it, see `attention.base`; all else takes whole pages.
-  The pages of one request, taken out of a pool, have the same form.
+  Arrays are [layers, pages, ...]. How a page is laid out, and in how many
+  arrays, is up to the attention that reads and writes it, see `attention.base`;
+  all else takes whole pages. The pages of one request, taken out of a pool,
+  have the same form.
 
   Attributes:
-    keys: after rotary embedding.
-    values: as they are.
+    keys: after rotary embedding; a pytree of arrays.
+    values: as they are; None where `keys` holds both.
   """
 
   keys: Any
   values: Any
+
+  @property
+  def num_pages(self) -> int:
+    """Pages, of each layer."""
+    return jax.tree.leaves(self)[0].shape[1]
+
+  @property
+  def page_format(self) -> tuple[tuple[Any, ...], ...]:
+    """Layers, shape of a page and dtype of each array."""
+    return tuple(
+      (kv.shape[0], *kv.shape[2:], np.dtype(kv.dtype).name)
+      for kv in jax.tree.leaves(self)
+    )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -240,7 +240,7 @@ class Roster:
     self._held = {p.name: p.aged(version) for p in paused + held}
 
   def _carry(self, kv: kv_pool.KvPool | None) -> kv_pool.KvPool | None:
-    if kv is None or not isinstance(kv.keys, jax.Array):
+    if kv is None or not isinstance(jax.tree.leaves(kv)[0], jax.Array):
       return kv
     return self._engine.carry(kv)
 

@@ -243,7 +243,13 @@ def _build_workers(
       worker_lib.MeshWorker(
         mesh=mesh,
         config=shape,
-        paged=choice.choose(generator.attention, mesh),
+        paged=choice.choose(
+          generator.attention,
+          mesh,
+          config=shape,
+          page_size=generator.page_size,
+          dtype=jnp.dtype(generator.dtype),
+        ),
         lanes=[(generator_id, generator.slots) for generator_id in ids],
         page_size=generator.page_size,
         num_pages=generator.num_pages or None,

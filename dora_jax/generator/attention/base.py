@@ -16,12 +16,31 @@ class PagedAttention(Protocol):
 
   Implementations are frozen dataclasses: what is compiled for one is kept under
   it. Each gives what `xla` gives, but for rounding.
-
-  Attributes:
-    name: by which config.generator.attention chooses it.
   """
 
-  name: str
+  @property
+  def name(self) -> str:
+    """By which config.generator.attention chooses it."""
+    ...
+
+  def find_obstacle(
+    self,
+    config: transformer.ModelConfig,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+  ) -> str | None:
+    """Says why it cannot serve such a model, with the field to change.
+
+    Args:
+      config: sizes of the model.
+      page_size: token positions of a page.
+      dtype: of the KV pool.
+
+    Returns:
+      Part of a sentence; None where it can.
+    """
+    ...
 
   def create_pool(
     self,
