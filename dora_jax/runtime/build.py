@@ -29,6 +29,7 @@ from dora_jax.runtime import (
   record,
   recorder,
   scoring,
+  served_form,
   training,
 )
 from dora_jax.tasks import (
@@ -123,14 +124,14 @@ def _build(
   stack.callback(checkpoints.close)
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
   canary = pieces.make_canary(config, task)
+  form = served_form.make(config, shape)
   store = store_lib.WeightStore(
     shardings={
-      mesh_id: axes.shardings(
-        transformer.logical_axes(shape), mesh, axes.DECODE
-      )
+      mesh_id: axes.shardings(form.logical_axes, mesh, axes.DECODE)
       for mesh_id, mesh in enumerate(split.generators)
     },
     dtype=jnp.dtype(config.generator.dtype),
+    convert=form.convert,
   )
   trainer_part = training.TrainerPart(
     post=inbox.put,
@@ -139,7 +140,8 @@ def _build(
     canary=canary,
     checkpoints=checkpoints,
     save_every_steps=config.checkpoint.every_steps,
-    publishes_rounded=jnp.dtype(config.generator.dtype) != jnp.float32,
+    publishes_rounded=form.is_rounded
+    or jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
   )
   stop_ids = tokenizer.stop_ids
@@ -148,7 +150,7 @@ def _build(
   else:
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
-  workers = _build_workers(config, shape, split, stop_ids)
+  workers = _build_workers(config, form.shape, split, stop_ids)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
