@@ -89,7 +89,7 @@ def _compile(topology, tensor, sizes, settings):
 @pytest.mark.slow
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
-  reason="libtpu is not installed: pip install libtpu",
+  reason="libtpu is not installed: the extra 'tpu' has the one for this jax",
 )
 @pytest.mark.parametrize(
   ("topology", "tensor", "chip_gib", "sizes", "num_pages"),
@@ -126,4 +126,8 @@ def test_decode_and_prefill_compile_for_tpus(
     assert verb["temporaries"] < pool_bytes / sizes["num_layers"], name
     new_bytes = verb["outputs"] - verb["reused"]
     total = verb["arguments"] + new_bytes + verb["temporaries"]
+    print(
+      f"{topology} {name}: {total / _GIB:.2f} of {chip_gib} GiB, of which pool "
+      f"{pool_bytes / _GIB:.2f}, temporaries {verb['temporaries'] / _GIB:.2f}"
+    )
     assert total < chip_gib * _GIB, name

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from dora_jax.generator.attention import products
+
 # Key positions that are copied at once. More hide more of the latency of a
 # copy; two such copies, and the sums of all query rows, must fit fast memory.
 _MOST_KEYS = 512
@@ -285,7 +287,7 @@ def _add_keys(
   token_QS = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
   query_QS = positions.first_query + token_QS // positions.num_queries
   key_QS = positions.first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-  scores_QS = _dot(query_QH, key_SH, contracting=1)
+  scores_QS = products.dot(query_QH, key_SH, contracting=1)
   scores_QS = jnp.where(
     key_QS <= query_QS, scores_QS * query_QH.shape[1] ** -0.5, _MASKED
   )
@@ -299,21 +301,11 @@ def _add_keys(
   max_Q1 = jnp.maximum(max_ref[...], scores_QS.max(axis=1, keepdims=True))
   scale_Q1 = jnp.exp(max_ref[...] - max_Q1)
   weights_QS = jnp.exp(scores_QS - max_Q1)
-  add_QH = _dot(weights_QS.astype(value_SH.dtype), value_SH, contracting=0)
+  add_QH = products.dot(
+    weights_QS.astype(value_SH.dtype), value_SH, contracting=0
+  )
   total_ref[...] = total_ref[...] * scale_Q1 + weights_QS.sum(
     axis=1, keepdims=True
   )
   sum_ref[...] = sum_ref[...] * scale_Q1 + add_QH
   max_ref[...] = max_Q1
-
-
-def _dot(left: Array, right: Array, *, contracting: int) -> Array:
-  """Product over left's last axis; of fp32 in full precision."""
-  is_full = left.dtype == jnp.float32
-  return jax.lax.dot_general(
-    left,
-    right,
-    (((1,), (contracting,)), ((), ())),
-    precision=jax.lax.Precision.HIGHEST if is_full else None,
-    preferred_element_type=jnp.float32,
-  )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.generator.attention import gpu, xla
+from dora_jax.generator.attention import gpu, gpu_kernel, xla
 from tests.generator import tiny
 from tests.generator.attention import paged
 
@@ -36,7 +36,7 @@ def test_the_kernel_gives_what_xla_gives():
 def test_the_kernel_lowers_to_triton_without_a_gpu(dtype, num_tokens):
   pool = jax.ShapeDtypeStruct((2, 9, 2, 64, 128), dtype)
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-  attend = jax.jit(functools.partial(gpu._attend_pages, interpret=False))
+  attend = jax.jit(functools.partial(gpu_kernel.attend_pages, interpret=False))
   query = jax.ShapeDtypeStruct((4, num_tokens, 2, 7, 128), dtype)
   traced = attend.trace(query, pool, pool, ints(4, 3), ints(4), ints(1))
   lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
