@@ -18,6 +18,11 @@ from dora_jax.model import attention, transformer
 _LANES, _ROWS, _BYTES = 128, 8, 4
 
 
+def _count_padding(head_width: int) -> int:
+  """Zeros that make a head fill whole lanes: the kernel reads no less."""
+  return -head_width % _LANES
+
+
 def _count_rows(dtype: DTypeLike) -> int:
   """Rows of a register of this dtype: 8 of float32, 16 of bfloat16."""
   return _ROWS * _BYTES // jnp.dtype(dtype).itemsize
@@ -31,6 +36,9 @@ class TpuAttention:
   rows, and along E, of size 2, the keys of a head and then its values. So one
   copy fetches it all, and a token is written by replacing a register's rows:
   XLA would turn the whole pool around to write within one. `KvPool.keys` is it.
+
+  Heads are padded to whole lanes, twice the bytes for a width of 64: on a TPU
+  plain XLA would need several times the pool, which it turns around to write.
 
   JAX ships `ragged_paged_attention` for this, but neither of its two ways to
   interpret a kernel can run that one: nothing could be compared without a TPU.
@@ -52,11 +60,7 @@ class TpuAttention:
     dtype: DTypeLike,
   ) -> str | None:
     """Says why the kernel cannot serve this model, or None."""
-    if config.head_width % _LANES:
-      return (
-        f"config.model.head_width is {config.head_width} but must be a "
-        f"multiple of {_LANES}"
-      )
+    del config
     rows = _count_rows(dtype)
     if page_size % rows:
       return (
@@ -76,7 +80,8 @@ class TpuAttention:
   ) -> kv_pool.KvPool:
     """Makes a pool of zeros in its place, never whole on one device."""
     rows = _count_rows(dtype)
-    page = (page_size // rows, config.num_kv_heads, 2, rows, config.head_width)
+    width = config.head_width + _count_padding(config.head_width)
+    page = (page_size // rows, config.num_kv_heads, 2, rows, width)
     shape = (config.num_layers, num_pages, *page)
     zeros = jnp.zeros(shape, dtype, device=self.sharding(mesh))
     return kv_pool.KvPool(keys=zeros, values=None)
@@ -140,17 +145,20 @@ class TpuAttention:
     """The callback that writes the new keys and values, then attends."""
 
     def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
-      kv_BTKEH = jnp.stack((key_BTKH, value_BTKH), axis=3)
+      width = query_BTKGH.shape[-1]
+      padding = [(0, 0)] * 4 + [(0, _count_padding(width))]
+      kv_BTKEH = jnp.pad(jnp.stack((key_BTKH, value_BTKH), axis=3), padding)
       pool_LJWKERH = write(pool.keys, kv_BTKEH.astype(pool.keys.dtype), layer)
       out_BTKGH = self._run_kernel(
-        query_BTKGH.astype(pool_LJWKERH.dtype),
+        jnp.pad(query_BTKGH, padding).astype(pool_LJWKERH.dtype),
         pool_LJWKERH,
         page_table_BC,
         start_B,
         layer,
+        scale=width**-0.5,
       )
       pool = dataclasses.replace(pool, keys=pool_LJWKERH)
-      return out_BTKGH.astype(query_BTKGH.dtype), pool
+      return out_BTKGH[..., :width].astype(query_BTKGH.dtype), pool
 
     return attend
 
@@ -161,11 +169,15 @@ class TpuAttention:
     page_table_BC: Int[Array, "B C"],
     start_B: Int[Array, "B"],
     layer: Int[Array, ""],
+    *,
+    scale: float,
   ) -> Float[Array, "B T K G H"]:
     """Runs the kernel on each device, on the KV heads that it has."""
     heads, everywhere = PartitionSpec(None, None, "tensor"), PartitionSpec()
     return jax.shard_map(
-      functools.partial(tpu_kernel.attend_pages, interpret=self.interpret),
+      functools.partial(
+        tpu_kernel.attend_pages, scale=scale, interpret=self.interpret
+      ),
       mesh=self.mesh,
       in_specs=(
         heads,

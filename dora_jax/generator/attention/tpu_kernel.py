@@ -33,6 +33,7 @@ def attend_pages(
   start_B: Int[Array, "B"],
   layer: Int[Array, ""],
   *,
+  scale: float,
   interpret: bool,
 ) -> Float[Array, "B T K G H"]:
   """Softmax attention of tokens to their sequence up to themselves.
@@ -48,6 +49,7 @@ def attend_pages(
     start_B: position of each sequence's first query token, whose KV, like that
       of all up to the last one, is in the pool.
     layer: which layer's pages to read.
+    scale: of the scores.
     interpret: whether to simulate the kernel.
   """
   num_rows, num_tokens, num_heads, num_queries, width = query_BTKGH.shape
@@ -63,7 +65,7 @@ def attend_pages(
   )
   sums = lambda size: pltpu.VMEM((num_heads, block_rows, size), jnp.float32)
   out_BKQH = pl.pallas_call(
-    functools.partial(_attend_block, num_queries=num_queries),
+    functools.partial(_attend_block, num_queries=num_queries, scale=scale),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
       grid=(num_rows, num_tokens // block_tokens),
@@ -187,6 +189,7 @@ def _attend_block(
   sum_ref,  # [K, Q, H]
   *,
   num_queries: int,
+  scale: float,
 ):
   """One program: copies pages and attends to them, step after step."""
   row, block = pl.program_id(0), pl.program_id(1)
@@ -243,6 +246,7 @@ def _attend_block(
         max_ref.at[head],
         total_ref.at[head],
         sum_ref.at[head],
+        scale=scale,
       )
     return _
 
@@ -281,6 +285,8 @@ def _add_keys(
   max_ref,  # [Q, 1]
   total_ref,  # [Q, 1]
   sum_ref,  # [Q, H]
+  *,
+  scale: float,
 ):
   """Adds some keys to the sums of a softmax; all sums are fp32."""
   shape = query_QH.shape[0], key_SH.shape[0]
@@ -288,9 +294,7 @@ def _add_keys(
   query_QS = positions.first_query + token_QS // positions.num_queries
   key_QS = positions.first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
   scores_QS = products.dot(query_QH, key_SH, contracting=1)
-  scores_QS = jnp.where(
-    key_QS <= query_QS, scores_QS * query_QH.shape[1] ** -0.5, _MASKED
-  )
+  scores_QS = jnp.where(key_QS <= query_QS, scores_QS * scale, _MASKED)
   # What a former request left there may be NaN, which 0 * NaN would let pass.
   position_SH = positions.first_key + jax.lax.broadcasted_iota(
     jnp.int32, value_SH.shape, 0

@@ -41,7 +41,7 @@ def _choose(name, platform, **changes):
     ("auto", "gpu", {}, "gpu"),
     ("xla", "tpu", {}, "xla"),
     # What a kernel cannot do, XLA does.
-    ("auto", "tpu", {"head_width": 64}, "xla"),
+    ("auto", "tpu", {"page_size": 24}, "xla"),
     ("auto", "gpu", {"head_width": 48}, "xla"),
     ("auto", "gpu", {"page_size": 8}, "xla"),
   ],
@@ -62,7 +62,6 @@ def test_the_devices_decide_unless_the_config_does(
     ("tpu", "cpu", {}, "devices are cpu"),
     ("gpu", "tpu", {}, "devices are tpu"),
     ("splash", "cpu", {}, "'splash' but must be one of"),
-    ("tpu", "tpu", {"head_width": 64}, r"head_width is 64 .* multiple of 128"),
     ("tpu", "tpu", {"page_size": 12}, r"generator\.page_size is 12"),
     ("gpu", "gpu", {"page_size": 24}, r"generator\.page_size is 24"),
   ],
