@@ -8,6 +8,7 @@ and advantage where it makes them, which is before anything is allocated too.
 
 import difflib
 import importlib.util
+import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -24,8 +25,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "tokenizer.kind": ("char", "huggingface"),
   "task.source": ("reasoning_gym", "jsonl", "parquet", "sums", "reversal"),
   "task.on_long_prompt": ("skip", "error"),
-  "generator.attention": ("auto", "xla"),
+  "generator.attention": ("auto", "xla", "tpu", "gpu"),
   "generator.dtype": ("float32", "bfloat16"),
+  "generator.weights_dtype": ("same", "int8"),
   "trainer.schedule": ("constant", "cosine"),
 }
 # One name a line would take a page.
@@ -137,13 +139,23 @@ def check_heads(config: Config, *, num_heads: int, num_kv_heads: int) -> None:
       f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
       "make config.model.num_heads a multiple of config.model.num_kv_heads."
     )
-  for field in ("mesh.trainer_tensor", "mesh.generator_tensor"):
-    size = _get(config, field)
-    if num_kv_heads % size:
-      raise ValueError(
-        f"{num_kv_heads} KV heads cannot be shared by {size} devices: make "
-        f"config.{field} divide config.model.num_kv_heads."
-      )
+  size = config.mesh.trainer_tensor
+  if num_kv_heads % size:
+    raise ValueError(
+      f"{num_kv_heads} KV heads cannot be shared by {size} devices: make "
+      "config.mesh.trainer_tensor divide config.model.num_kv_heads."
+    )
+  # A generator repeats KV heads, each for a part of its query heads.
+  size = config.mesh.generator_tensor
+  copies = size // math.gcd(num_kv_heads, size)
+  num_queries = num_heads // num_kv_heads
+  if num_queries % copies:
+    raise ValueError(
+      f"{num_kv_heads} KV heads on {size} devices must be there {copies} times "
+      f"each, but the {num_queries} query heads of each cannot be split in as "
+      "many parts: make config.mesh.generator_tensor divide "
+      "config.model.num_kv_heads."
+    )
 
 
 def explain_unknown(

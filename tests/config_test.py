@@ -115,6 +115,14 @@ def test_meshes_that_fit_exactly_pass():
   config_lib.validate(config, num_devices=2)
 
 
+def test_a_generator_may_have_more_devices_than_kv_heads():
+  config = _changed(mesh__generator_tensor=4)  # each of 2 KV heads on two
+  config_lib.validate(config, num_devices=5)
+  config.model.num_heads = 6
+  with pytest.raises(ValueError, match=r"2 KV heads on 4 .* the 3 query heads"):
+    config_lib.validate(config, num_devices=5)
+
+
 def test_the_heads_of_a_checkpoint_are_checked_when_its_shape_is_known():
   config = _changed(model__source="huggingface", mesh__generator_tensor=4)
   config.model.folder = "smollm2"

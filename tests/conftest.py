@@ -1,12 +1,20 @@
-"""Every test runs on eight CPU devices, with strict promotion of dtypes."""
+"""Every test runs on eight CPU devices, with strict promotion of dtypes.
+
+But for `pytest -m accelerator`, which runs on what JAX finds.
+"""
 
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+  """Before any test module asks for devices."""
+  if config.getoption("markexpr") != "accelerator":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)

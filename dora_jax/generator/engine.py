@@ -53,13 +53,13 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Compiled:
+class JittedVerbs:
   """The functions of `verbs`, jitted."""
 
   create_slots: Callable[..., verbs.Slots]
-  prefill: Callable[..., kv_pool.KvPool]
+  prefill: jax.stages.Wrapped
   insert: Callable[..., tuple[kv_pool.KvPool, verbs.Slots]]
-  decode: Callable[..., tuple[kv_pool.KvPool, verbs.Slots, jax.Array]]
+  decode: jax.stages.Wrapped
   score: Callable[..., jax.Array]
   switch: Callable[..., verbs.Slots]
   read_pages: Callable[..., kv_pool.KvPool]
@@ -67,13 +67,13 @@ class _Compiled:
 
 
 @functools.cache
-def _compile(
+def jit_verbs(
   mesh: Mesh,
   config: transformer.ModelConfig,
   paged: base.PagedAttention,
   chunk_steps: int,
   stop_ids: tuple[int, ...],
-) -> _Compiled:
+) -> JittedVerbs:
   """Jits the verbs once for all engines that are made alike."""
   everywhere = NamedSharding(mesh, PartitionSpec())
   split = paged.sharding(mesh)
@@ -84,7 +84,7 @@ def _compile(
     chunk_steps=chunk_steps,
     stop_ids=stop_ids,
   )
-  return _Compiled(
+  return JittedVerbs(
     create_slots=jax.jit(
       verbs.create_slots, static_argnums=(0, 1), out_shardings=everywhere
     ),
@@ -155,7 +155,9 @@ class Engine:
     self._everywhere = NamedSharding(mesh, PartitionSpec())
     self._split = paged.sharding(mesh)
     self._seed_key = jax.device_put(jax.random.key(seed), self._everywhere)
-    self._compiled = _compile(mesh, config, paged, chunk_steps, tuple(stop_ids))
+    self._compiled = jit_verbs(
+      mesh, config, paged, chunk_steps, tuple(stop_ids)
+    )
 
   def _bucket(self, num_tokens: int) -> int:
     """Pages to pad so many tokens to: 64, 128, ... tokens, or a whole table."""
@@ -271,7 +273,7 @@ class Engine:
     Returns:
       The pool with those pages written.
     """
-    page_ids_C = np.full(carried.keys.shape[1], pages.TRASH_PAGE, np.int32)
+    page_ids_C = np.full(carried.num_pages, pages.TRASH_PAGE, np.int32)
     page_ids_C[: len(page_ids)] = page_ids
     page_ids_C = jax.device_put(page_ids_C, self._everywhere)
     return self._compiled.write_pages(pool, self.carry(carried), page_ids_C)

@@ -89,7 +89,7 @@ def cut(
     prefill.Block(
       tokens=tokens[page * page_size : (page + block_pages) * page_size],
       start=page * page_size,
-      page_ids=page_ids[:page],
+      page_ids=page_ids[: page + block_pages],
       filled=targets[page : page + block_pages],
     )
     for page in range(first_page, num_filled, block_pages)

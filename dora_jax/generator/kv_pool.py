@@ -5,6 +5,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from dora_jax.generator import pages
@@ -15,17 +17,31 @@ from dora_jax.generator import pages
 class KvPool:
   """Keys and values of all live requests of a mesh, in pages.
 
-  Arrays are [layers, pages, ...]. How a page is laid out is up to the attention
-  that reads and writes it, see `attention.base`; all else takes whole pages.
-  The pages of one request, taken out of a pool, have the same form.
+  Arrays are [layers, pages, ...]. How a page is laid out, and in how many
+  arrays, is up to the attention that reads and writes it, see `attention.base`;
+  all else takes whole pages. The pages of one request, taken out of a pool,
+  have the same form.
 
   Attributes:
-    keys: after rotary embedding.
-    values: as they are.
+    keys: after rotary embedding; a pytree of arrays.
+    values: as they are; None where `keys` holds both.
   """
 
   keys: Any
   values: Any
+
+  @property
+  def num_pages(self) -> int:
+    """Pages, of each layer."""
+    return jax.tree.leaves(self)[0].shape[1]
+
+  @property
+  def page_format(self) -> tuple[tuple[Any, ...], ...]:
+    """Layers, shape of a page and dtype of each array."""
+    return tuple(
+      (kv.shape[0], *kv.shape[2:], np.dtype(kv.dtype).name)
+      for kv in jax.tree.leaves(self)
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,3 +98,13 @@ def write_pages(
   return jax.tree.map(
     lambda kv, pages_of: kv.at[:, page_ids_C].set(pages_of), pool, carried
   )
+
+
+def without_trash(page_table_RC: Int[Array, "R C"]) -> Int[Array, "R C"]:
+  """The same pages, each row's first one in place of the trash page.
+
+  No token sees what lies past its sequence, but a NaN there would pass through
+  a weight of 0: the trash page may hold any, the first page none.
+  """
+  is_trash_RC = page_table_RC == pages.TRASH_PAGE
+  return jnp.where(is_trash_RC, page_table_RC[:, :1], page_table_RC)

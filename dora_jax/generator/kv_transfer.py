@@ -132,18 +132,15 @@ def _check_kv(
   parcel: Parcel, kv: kv_pool.KvPool, pool: kv_pool.SharedPool, name: str
 ) -> None:
   """Raises where carried pages are not of the pool's form, or too few."""
-  num_layers, num_carried, *page = kv.keys.shape
-  found = (num_layers, *page, np.dtype(kv.keys.dtype).name)
-  num_layers, _, *page = pool.kv.keys.shape
-  needed = (num_layers, *page, np.dtype(pool.kv.keys.dtype).name)
+  found, needed = kv.page_format, pool.kv.page_format
   if found != needed:
     raise ValueError(
-      f"{name} brings KV of (layers, keys of a page, dtype) {found}; "
-      f"needed is {needed}: all generators of a run take one config.generator."
+      f"{name} brings KV of (layers, page, dtype) {found}; needed is {needed}: "
+      "all generators of a run take one config.generator."
     )
-  if num_carried * pool.page_size < parcel.position:
+  if kv.num_pages * pool.page_size < parcel.position:
     raise ValueError(
-      f"{name} brings {num_carried} pages of {pool.page_size} positions; "
+      f"{name} brings {kv.num_pages} pages of {pool.page_size} positions; "
       f"needed are {parcel.position} positions."
     )
 

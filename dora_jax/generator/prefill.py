@@ -88,7 +88,7 @@ class Block:
   Attributes:
     tokens: of the block; fewer than it has room for where the sequence ends.
     start: position of the first.
-    page_ids: pages of the sequence up to the block, in order of position.
+    page_ids: pages of the sequence up to the block's end, in order of position.
     filled: pages that the block fills; the trash page for those that have its
       KV already, which others may share.
   """

@@ -263,7 +263,7 @@ class Roster:
       self.line.put_back([parcel])
 
   def _carry(self, kv: kv_pool.KvPool | None) -> kv_pool.KvPool | None:
-    if kv is None or not isinstance(kv.keys, jax.Array):
+    if kv is None or not isinstance(jax.tree.leaves(kv)[0], jax.Array):
       return kv
     return self._engine.carry(kv)
 

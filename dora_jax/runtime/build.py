@@ -28,6 +28,7 @@ from dora_jax.runtime import (
   record,
   recorder,
   scoring,
+  served_form,
   training,
 )
 from dora_jax.tasks import (
@@ -115,14 +116,14 @@ def _build(
   stack.callback(checkpoints.close)
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
   canary = pieces.make_canary(config, task)
+  form = served_form.make(config, shape)
   store = store_lib.WeightStore(
     shardings={
-      mesh_id: axes.shardings(
-        transformer.logical_axes(shape), mesh, axes.DECODE
-      )
+      mesh_id: axes.shardings(form.logical_axes, mesh, axes.DECODE)
       for mesh_id, mesh in enumerate(split.generators)
     },
     dtype=jnp.dtype(config.generator.dtype),
+    convert=form.convert,
   )
   trainer_part = training.TrainerPart(
     post=inbox.put,
@@ -131,7 +132,8 @@ def _build(
     canary=canary,
     checkpoints=checkpoints,
     save_every_steps=config.checkpoint.every_steps,
-    publishes_rounded=jnp.dtype(config.generator.dtype) != jnp.float32,
+    publishes_rounded=form.is_rounded
+    or jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
   )
   stop_ids, stopping = tokenizer.stop_ids, pieces.make_stopping(config)
@@ -140,7 +142,7 @@ def _build(
   else:
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
-  workers = _build_workers(config, shape, split, stop_ids, tokenizer)
+  workers = _build_workers(config, form.shape, split, stop_ids, tokenizer)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
@@ -247,7 +249,13 @@ def _build_workers(
       worker_lib.MeshWorker(
         mesh=mesh,
         config=shape,
-        paged=choice.choose(generator.attention, mesh),
+        paged=choice.choose(
+          generator.attention,
+          mesh,
+          config=shape,
+          page_size=generator.page_size,
+          dtype=jnp.dtype(generator.dtype),
+        ),
         lanes=[
           (generator_id, generator.slots) for generator_id in ids_of[mesh_id]
         ],

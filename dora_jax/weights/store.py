@@ -9,7 +9,7 @@ one while a holder wants it there, and the last of all goes to host memory.
 import collections
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,15 +78,24 @@ class WeightStore:
   Several threads may call it; what moves bytes runs outside of its lock.
   """
 
-  def __init__(self, *, shardings: Mapping[int, Any], dtype: Any):
+  def __init__(
+    self,
+    *,
+    shardings: Mapping[int, Any],
+    dtype: Any,
+    convert: Callable[[Any], Any] = lambda params: params,
+  ):
     """Prepares an empty store.
 
     Args:
       shardings: generator mesh -> the params' shardings on it.
       dtype: what generators compute in; published params are cast to it.
+      convert: gives cast params the form that generators take; on the trainer's
+        mesh, so that fewer bytes move where it has fewer.
     """
     self._shardings = dict(shardings)
     self._dtype = dtype
+    self._convert = convert
     self._lock = threading.Lock()
     self._versions: dict[int, _Version] = {}
     self._newest: int | None = None
@@ -101,7 +110,7 @@ class WeightStore:
       params: as the trainer holds them; cast and copied on its mesh.
       holder: who keeps the version alive until it calls `release`.
     """
-    source = reshard.cast(params, dtype=self._dtype)
+    source = self._convert(reshard.cast(params, dtype=self._dtype))
     checksums = reshard.checksums(source)
     with self._lock:
       if self._newest is not None and version <= self._newest:

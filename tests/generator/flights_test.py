@@ -104,7 +104,7 @@ def test_after_the_first_requests_nothing_is_traced_again(monkeypatch):
 
   for name in ("decode", "insert", "create_slots", "switch"):
     count(name)
-  engine_lib._compile.cache_clear()
+  engine_lib.jit_verbs.cache_clear()
   jax.clear_caches()
   lane = tiny.make_lane(chunks_ahead=1)
   tiny.run(lane, _REQUESTS[:2])
@@ -122,4 +122,4 @@ def test_after_the_first_requests_nothing_is_traced_again(monkeypatch):
   tiny.run(lane)
   assert tiny.by_request(finished) == _expected()
   assert traced[warm:] == []
-  engine_lib._compile.cache_clear()
+  engine_lib.jit_verbs.cache_clear()

@@ -23,6 +23,25 @@ class PagedAttention(Protocol):
     """By which config.generator.attention chooses it."""
     ...
 
+  def find_obstacle(
+    self,
+    config: transformer.ModelConfig,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+  ) -> str | None:
+    """Says why it cannot serve such a model, with the field to change.
+
+    Args:
+      config: sizes of the model.
+      page_size: token positions of a page.
+      dtype: of the KV pool.
+
+    Returns:
+      Part of a sentence; None where it can.
+    """
+    ...
+
   def create_pool(
     self,
     config: transformer.ModelConfig,
@@ -49,10 +68,12 @@ class PagedAttention(Protocol):
 
     Args:
       start_R: position of each block's first token, a multiple of its tokens.
-      page_table_RC: pages of each block's sequence in order of position; those
-        before it are full, be it by another block of the same pass.
-      filled_RW: where each page's worth of tokens goes. What lies past the end
-        of the sequence is written too: nothing reads it before decoding does.
+      page_table_RC: pages of each block's sequence in order of position, its
+        own included; those before it are full, be it by another block of the
+        same pass.
+      filled_RW: where each page's worth of tokens goes; the trash page where it
+        has its KV already. What lies past the end of the sequence is written
+        too: nothing reads it before decoding does.
 
     Returns:
       The callback that the model's forward pass takes as `attend`.

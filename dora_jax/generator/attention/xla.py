@@ -24,6 +24,17 @@ class XlaAttention:
 
   name: str = "xla"
 
+  def find_obstacle(
+    self,
+    config: transformer.ModelConfig,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+  ) -> str | None:
+    """There is none: it serves all."""
+    del config, page_size, dtype
+    return None
+
   def create_pool(
     self,
     config: transformer.ModelConfig,

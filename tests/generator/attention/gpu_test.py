@@ -1,0 +1,43 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dora_jax.generator.attention import gpu, gpu_kernel, xla
+from tests.generator import tiny
+from tests.generator.attention import paged
+
+
+def test_the_kernel_gives_what_xla_gives():
+  mesh = tiny.make_mesh(2)
+  # Three queries a head do not fill a tile.
+  config = paged.make_config(num_queries=3, head_width=16)
+  ours = gpu.GpuAttention(mesh=mesh, interpret=True)
+  found, pool = paged.answer(ours, mesh, config, page_size=16)
+  other, other_pool = paged.answer(
+    xla.XlaAttention(), mesh, config, page_size=16
+  )
+  for one, two in zip(found, other, strict=True):
+    np.testing.assert_allclose(one, two, atol=2e-6, rtol=0)
+  # Page 0 is the trash page.
+  key_LJKHO = np.asarray(pool.keys).swapaxes(3, 4)
+  np.testing.assert_array_equal(
+    key_LJKHO[:, 1:], np.asarray(other_pool.keys)[:, 1:]
+  )
+  np.testing.assert_array_equal(
+    np.asarray(pool.values)[:, 1:], np.asarray(other_pool.values)[:, 1:]
+  )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_the_kernel_lowers_to_triton_without_a_gpu(dtype, num_tokens):
+  pool = jax.ShapeDtypeStruct((2, 9, 2, 64, 128), dtype)
+  ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  attend = jax.jit(functools.partial(gpu_kernel.attend_pages, interpret=False))
+  query = jax.ShapeDtypeStruct((4, num_tokens, 2, 7, 128), dtype)
+  traced = attend.trace(query, pool, pool, ints(4, 3), ints(4), ints(1))
+  lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert lowered.count("xla.gpu.triton") == 1
