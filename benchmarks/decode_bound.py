@@ -153,7 +153,9 @@ def _decode_step(
 ) -> Callable[[], float]:
   """Times one step of chunks that end at this context."""
   mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-  paged = choice.choose("auto", mesh)
+  paged = choice.choose(
+    "auto", mesh, config=config, page_size=_PAGE_SIZE, dtype=jnp.float32
+  )
   engine = engine_lib.Engine(
     mesh=mesh,
     config=config,

@@ -46,7 +46,9 @@ class OurGenerator:
     self._worker = worker_lib.MeshWorker(
       mesh=mesh,
       config=config,
-      paged=choice.choose("auto", mesh),
+      paged=choice.choose(
+        "auto", mesh, config=config, page_size=PAGE_SIZE, dtype=jnp.float32
+      ),
       lanes=[(0, num_slots)],
       page_size=PAGE_SIZE,
       max_length=prompt_tokens + limit,
