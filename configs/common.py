@@ -153,6 +153,9 @@ def _generator() -> config_dict.ConfigDict:
   # "int8" halves what decoding reads of bfloat16 and costs mismatch_kl_k3, seen
   # at each step; raise runtime.canary_tolerance with it. "same" is dtype.
   generator.weights_dtype = "same"
+  # The same of KV pages, with a scale for each token and head. Only attention
+  # in plain XLA reads them, so that it is slower than a kernel.
+  generator.kv_dtype = "same"
   return generator
 
 

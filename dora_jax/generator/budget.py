@@ -5,10 +5,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from absl import logging
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from dora_jax.generator.attention import base
 from dora_jax.model import transformer
 
 
@@ -26,15 +28,21 @@ class Memory:
 
 
 def page_bytes(
+  paged: base.PagedAttention,
   config: transformer.ModelConfig,
   *,
+  mesh: Mesh,
   page_size: int,
   dtype: DTypeLike,
-  num_devices: int,
 ) -> int:
   """Bytes that a page takes on each device of a mesh, in all layers."""
-  numbers = 2 * config.num_layers * config.num_kv_heads * config.head_width
-  return numbers * page_size * jnp.dtype(dtype).itemsize // num_devices
+  pool = jax.eval_shape(
+    lambda: paged.create_pool(
+      config, mesh=mesh, num_pages=1, page_size=page_size, dtype=dtype
+    )
+  )
+  sizes = [kv.size * kv.dtype.itemsize for kv in jax.tree.leaves(pool)]
+  return sum(sizes) // mesh.size
 
 
 def measure_memory(meshes: Sequence[Sequence[Any]], index: int) -> Memory:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from dora_jax import checkpoint, interfaces, trace, types
 from dora_jax.generator import worker as worker_lib
-from dora_jax.generator.attention import choice
 from dora_jax.model import transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
@@ -249,13 +248,7 @@ def _build_workers(
       worker_lib.MeshWorker(
         mesh=mesh,
         config=shape,
-        paged=choice.choose(
-          generator.attention,
-          mesh,
-          config=shape,
-          page_size=generator.page_size,
-          dtype=jnp.dtype(generator.dtype),
-        ),
+        paged=pieces.choose_attention(config, shape, mesh),
         lanes=[
           (generator_id, generator.slots) for generator_id in ids_of[mesh_id]
         ],
@@ -268,7 +261,7 @@ def _build_workers(
         stop_ids=stop_ids,
         decode_text=tokenizer.decode,
         seed=config.seed,
-        dtype=jnp.dtype(generator.dtype),
+        dtype=pieces.kv_dtype(config),
       )
     )
   return workers

@@ -15,6 +15,8 @@ from dora_jax.coordinator import balance
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import base, registry
 from dora_jax.generator import budget, pages
+from dora_jax.generator.attention import base as attention_base
+from dora_jax.generator.attention import choice
 from dora_jax.model import huggingface, transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
@@ -275,6 +277,26 @@ def choose_chunks_ahead(config: Config, mesh: Mesh) -> int:
   return int(mesh.devices.flat[0].platform != "cpu")
 
 
+def choose_attention(
+  config: Config, shape: transformer.ModelConfig, mesh: Mesh
+) -> attention_base.PagedAttention:
+  """How a generator mesh attends over pages, by config.generator."""
+  return choice.choose(
+    config.generator.attention,
+    mesh,
+    config=shape,
+    page_size=config.generator.page_size,
+    dtype=kv_dtype(config),
+  )
+
+
+def kv_dtype(config: Config) -> np.dtype:
+  """Of the KV pages."""
+  generator = config.generator
+  is_rounded = generator.kv_dtype == "int8"
+  return jnp.dtype("int8" if is_rounded else generator.dtype)
+
+
 def choose_num_pages(
   config: Config,
   shape: transformer.ModelConfig,
@@ -287,7 +309,8 @@ def choose_num_pages(
   generator = config.generator
   if generator.num_pages:
     return generator.num_pages
-  num_devices = split.generators[mesh_id].size
+  mesh = split.generators[mesh_id]
+  num_devices = mesh.size
   num_params = sum(
     leaf.size
     for leaf in jax.tree.leaves(
@@ -307,10 +330,11 @@ def choose_num_pages(
     share=generator.memory_share,
     reserved_bytes=reserved_bytes,
     bytes_a_page=budget.page_bytes(
+      choose_attention(config, shape, mesh),
       shape,
+      mesh=mesh,
       page_size=generator.page_size,
-      dtype=jnp.dtype(generator.dtype),
-      num_devices=num_devices,
+      dtype=kv_dtype(config),
     ),
     pages_a_slot=pages.num_pages_for(generator.max_length, generator.page_size),
     num_slots=num_lanes * generator.slots,

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from dora_jax.generator import budget
+from dora_jax.generator.attention import xla
 from dora_jax.runtime import pieces
 from tests.generator import tiny
 from tests.runtime import tiny as tiny_run
@@ -64,7 +65,11 @@ def test_a_page_takes_what_the_pool_gives_it():
     pool = tiny.make_worker(tensor=tensor, num_pages=30)._pool.kv
     in_all = pool.keys.nbytes + pool.values.nbytes
     expected = budget.page_bytes(
-      tiny.CONFIG, page_size=4, dtype=jnp.float32, num_devices=tensor
+      xla.XlaAttention(),
+      tiny.CONFIG,
+      mesh=tiny.make_mesh(tensor),
+      page_size=4,
+      dtype=jnp.float32,
     )
     assert in_all == 30 * expected * tensor
 

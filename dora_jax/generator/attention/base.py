@@ -9,6 +9,11 @@ from jaxtyping import Array, Bool, Int
 from dora_jax.generator import kv_pool
 from dora_jax.model import attention, transformer
 
+# The obstacle of a kernel that cannot read them.
+NO_INT8 = (
+  'config.generator.kv_dtype is "int8" but must be "same" for this kernel'
+)
+
 
 @runtime_checkable
 class PagedAttention(Protocol):

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dora_jax.generator import kv_pool, pages
-from dora_jax.generator.attention import gpu_kernel
+from dora_jax.generator.attention import base, gpu_kernel
 from dora_jax.model import attention, transformer
 
 _MOST_HEAD_WIDTH = 256
@@ -44,7 +44,8 @@ class GpuAttention:
     dtype: DTypeLike,
   ) -> str | None:
     """Says why the kernel cannot serve this model, or None."""
-    del dtype
+    if jnp.dtype(dtype) == jnp.int8:
+      return base.NO_INT8
     width = config.head_width
     if not _is_tile(width) or width > _MOST_HEAD_WIDTH:
       return (

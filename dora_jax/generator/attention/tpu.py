@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dora_jax.generator import kv_pool, pages
-from dora_jax.generator.attention import tpu_kernel
+from dora_jax.generator.attention import base, tpu_kernel
 from dora_jax.model import attention, transformer
 
 # Registers are of 8 rows of 128 lanes, of 4 bytes each.
@@ -61,6 +61,8 @@ class TpuAttention:
   ) -> str | None:
     """Says why the kernel cannot serve this model, or None."""
     del config
+    if jnp.dtype(dtype) == jnp.int8:
+      return base.NO_INT8
     rows = _count_rows(dtype)
     if page_size % rows:
       return (

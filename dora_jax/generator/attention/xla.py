@@ -9,18 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dora_jax.generator import kv_pool, pages
-from dora_jax.generator.attention import xla_blocks
+from dora_jax.generator.attention import xla_blocks, xla_pages
 from dora_jax.model import attention, transformer
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaAttention:
-  """Reads a page of each slot after the other.
-
-  A page holds its keys as [K, H, O] and its values as [K, O, H], with O its
-  positions: so both products of a head are of matrices as they lie in memory,
-  and XLA transposes nothing.
-  """
+  """Reads a page of each slot after the other; see `xla_pages`."""
 
   name: str = "xla"
 
@@ -45,13 +40,12 @@ class XlaAttention:
     dtype: DTypeLike,
   ) -> kv_pool.KvPool:
     """Makes a pool of zeros in its place, never whole on one device."""
-    layers, heads = config.num_layers, config.num_kv_heads
-    width, where = config.head_width, self.sharding(mesh)
-    keys = (layers, num_pages, heads, width, page_size)
-    values = (layers, num_pages, heads, page_size, width)
-    return kv_pool.KvPool(
-      keys=jnp.zeros(keys, dtype, device=where),
-      values=jnp.zeros(values, dtype, device=where),
+    return xla_pages.create_pool(
+      config,
+      where=self.sharding(mesh),
+      num_pages=num_pages,
+      page_size=page_size,
+      dtype=dtype,
     )
 
   def sharding(self, mesh: Mesh) -> NamedSharding:
@@ -76,16 +70,17 @@ class XlaAttention:
     """Attention of one new token a slot over the pages of its request."""
 
     def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
-      page_size = pool.values.shape[3]
+      page_size = xla_pages.page_size_of(pool)
       column_B1 = position_B[:, None] // page_size
       page_B = jnp.take_along_axis(page_table_BC, column_B1, axis=1)[:, 0]
       page_B = jnp.where(is_active_B, page_B, pages.TRASH_PAGE)
-      offset_B = position_B % page_size
-      key_BKH = key_BTKH[:, 0].astype(pool.keys.dtype)
-      value_BKH = value_BTKH[:, 0].astype(pool.values.dtype)
-      pool = kv_pool.KvPool(
-        keys=pool.keys.at[layer, page_B, :, :, offset_B].set(key_BKH),
-        values=pool.values.at[layer, page_B, :, offset_B].set(value_BKH),
+      pool = xla_pages.write_tokens(
+        pool,
+        layer,
+        page_B,
+        position_B % page_size,
+        key_BTKH[:, 0],
+        value_BTKH[:, 0],
       )
       reach = jnp.where(is_active_B, position_B, 0).max()
       out_BKGH = _attend_pages(
@@ -116,15 +111,14 @@ def _attend_pages(
   Source: Milakov and Gimelshein (https://arxiv.org/abs/1805.02867).
   """
   num_slots, num_heads, num_queries, head_width = query_BKGH.shape
-  page_size = pool.values.shape[3]
+  page_size = xla_pages.page_size_of(pool)
 
   def attend_page(column, sums):
     max_BKG1, total_BKG1, out_BKGH = sums
     page_B = jax.lax.dynamic_index_in_dim(
       page_table_BC, column, axis=1, keepdims=False
     )
-    key_BKHO = pool.keys[layer, page_B]
-    value_BKOH = pool.values[layer, page_B]
+    key_BKHO, value_BKOH = xla_pages.read_pages(pool, layer, page_B)
     position_O = column * page_size + jnp.arange(page_size)
     seen_BO = position_O[None] <= position_B[:, None]
     scores_BKGO = jnp.einsum(

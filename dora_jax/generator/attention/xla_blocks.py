@@ -1,10 +1,11 @@
-"""Attention of blocks of prompts in plain XLA; pages are laid out as in xla."""
+"""Attention of blocks of prompts in plain XLA; see `xla_pages`."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dora_jax.generator import kv_pool
+from dora_jax.generator.attention import xla_pages
 from dora_jax.model import attention
 
 
@@ -29,7 +30,7 @@ def block_attention(
   def attend(query_RTKGH, key_RTKH, value_RTKH, pool, layer):
     shape = key_RTKH.shape
     flat = lambda rows_RTKH: rows_RTKH.reshape(-1, *shape[2:])
-    pool = _write(
+    pool = xla_pages.write_pages(
       pool, layer, filled_RW.reshape(-1), flat(key_RTKH), flat(value_RTKH)
     )
     block_R = start_R // shape[1]
@@ -61,30 +62,13 @@ def block_attention(
   return attend
 
 
-def _write(
-  pool: kv_pool.KvPool,
-  layer: Int[Array, ""],
-  page_ids_C: Int[Array, "C"],
-  key_SKH: Float[Array, "S K H"],
-  value_SKH: Float[Array, "S K H"],
-) -> kv_pool.KvPool:
-  """Fills pages with one layer's KV of as many tokens as they take."""
-  page = (page_ids_C.shape[0], -1, *key_SKH.shape[1:])
-  key_CKHO = key_SKH.reshape(page).transpose(0, 2, 3, 1)
-  value_CKOH = value_SKH.reshape(page).transpose(0, 2, 1, 3)
-  where = layer, page_ids_C
-  return kv_pool.KvPool(
-    keys=pool.keys.at[where].set(key_CKHO.astype(pool.keys.dtype)),
-    values=pool.values.at[where].set(value_CKOH.astype(pool.values.dtype)),
-  )
-
-
 def _read(
   pool: kv_pool.KvPool, layer: Int[Array, ""], page_ids_C: Int[Array, "C"]
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
   """One layer's keys and values of all tokens of some pages, in order."""
-  key_COKH = pool.keys[layer, page_ids_C].transpose(0, 3, 1, 2)
-  value_COKH = pool.values[layer, page_ids_C].transpose(0, 2, 1, 3)
+  key_CKHO, value_CKOH = xla_pages.read_pages(pool, layer, page_ids_C)
+  key_COKH = key_CKHO.transpose(0, 3, 1, 2)
+  value_COKH = value_CKOH.transpose(0, 2, 1, 3)
   heads = key_COKH.shape[2:]
   return key_COKH.reshape(-1, *heads), value_COKH.reshape(-1, *heads)
 
