@@ -131,7 +131,7 @@ def make_config(
   config.mesh.host_devices = 3
   config.mesh.num_generators = 2
   config.generator.slots = 64
-  config.generator.page_size = 16
+  config.generator.page_size = 64
   config.generator.max_length = PROMPT_TOKENS + LENGTHS["limit"]
   config.generator.max_new_tokens = LENGTHS["limit"]
   config.generator.chunk_steps = 8

@@ -101,7 +101,7 @@ def test_a_failed_move_changes_nothing():
   finished = source.step()
   for target, message in (
     (other, r"KV of version 0 but generator 6 serves version 1"),
-    (large, r"\(2, 2, 8, 4, .*needed is \(2, 2, 8, 8, "),
+    (large, r"\(2, 2, 8, 4, .*needed is \(\(2, 2, 8, 8, "),
   ):
     parcels = source.extract(_NAMES)
     assert source.step() == [] and not source.can_advance()
