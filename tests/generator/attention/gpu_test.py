@@ -31,6 +31,10 @@ def test_the_kernel_gives_what_xla_gives():
   )
 
 
+@pytest.mark.skipif(
+  jax.__version_info__ >= (0, 11),
+  reason="newer jax lowers for CUDA only where it is told of a device",
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("num_tokens", [1, 64])
 def test_the_kernel_lowers_to_triton_without_a_gpu(dtype, num_tokens):
