@@ -46,7 +46,7 @@ def get_config():
   config.mesh.num_generators = 2
   config.mesh.lanes = 2
   config.generator.slots = 32
-  config.generator.page_size = 4
+  config.generator.page_size = 16
   config.generator.max_length = 14
   config.generator.max_new_tokens = 8
   config.generator.chunk_steps = 2

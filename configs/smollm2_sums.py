@@ -33,7 +33,7 @@ def get_config():
   config.mesh.host_devices = 3
   config.mesh.num_generators = 2
   config.generator.slots = 32
-  config.generator.page_size = 8
+  config.generator.page_size = 64
   config.generator.max_length = 32
   config.generator.max_new_tokens = 8
   config.generator.chunk_steps = 2
