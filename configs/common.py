@@ -139,15 +139,16 @@ def _generator() -> config_dict.ConfigDict:
   # Most prompt tokens to prefill between two chunks of decode steps.
   generator.prefill_chunk = 512
   generator.chunk_steps = 8  # decode steps between two looks by the host
-  generator.chunks_ahead = "auto"  # under way meanwhile; auto: 1, on CPU 0
+  # Chunks under way while the host reads one; or such as "1". "auto" is 1, on a
+  # CPU, where nothing waits for the host, 0.
+  generator.chunks_ahead = "auto"
   generator.temperature = 1.0  # in training, as are the next three
   generator.top_k = 0  # keep so many of the likeliest tokens; 0 = all
   generator.top_p = 1.0  # keep the likeliest that hold this share; 1 = all
   generator.min_p = 0.0  # keep from this share of the largest on; 0 = all
   generator.stop_strings = ()  # end a completion, beside tokenizer.stop_ids
-  generator.repeated_tokens = (
-    0  # longest run whose repetition ends one; 0 = off
-  )
+  # The longest run of tokens whose repetition ends a completion; 0 = off.
+  generator.repeated_tokens = 0
   generator.repetitions = 8  # of a run in a row that end it
   generator.dtype = "float32"  # of weights and KV pages; or "bfloat16"
   # "int8" halves what decoding reads of bfloat16 and costs mismatch_kl_k3, seen

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dora_jax.generator import pages
 
@@ -72,6 +72,16 @@ class SharedPool:
     if not self.num_serving[version]:
       del self.num_serving[version]
       self.allocator.drop(version)
+
+
+def page_at(
+  page_table_BC: Int[Array, "B C"],
+  column_B: Int[Array, "B"],
+  is_active_B: Bool[Array, "B"],
+) -> Int[Array, "B"]:
+  """Where each slot writes: its page in this column, or else the trash page."""
+  page_B1 = jnp.take_along_axis(page_table_BC, column_B[:, None], axis=1)
+  return jnp.where(is_active_B, page_B1[:, 0], pages.TRASH_PAGE)
 
 
 def copy_pages(

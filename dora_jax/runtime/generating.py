@@ -1,12 +1,12 @@
 """The thread of a generator mesh: its generators take turns on it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from absl import logging
 
-from dora_jax import interfaces, trace
+from dora_jax import interfaces, trace, types
 from dora_jax.coordinator import events as ev
 from dora_jax.generator import worker as worker_lib
 from dora_jax.runtime import canary as canary_lib
@@ -71,6 +71,10 @@ class GeneratorPart(part.Part):
 
   def _carry_out(self, order: orders.Order) -> None:
     lane = self._lanes[order.generator_id]
+    if not isinstance(order, orders.SubmitOrder):
+      # It waits for the chunks under way: whoever hears that it is done must
+      # have heard what they have finished.
+      self._report(order.generator_id, lane.collect(), time.perf_counter())
     match order:
       case orders.SubmitOrder():
         lane.submit(order.requests)
@@ -201,10 +205,11 @@ class GeneratorPart(part.Part):
   def _decode(self) -> None:
     if self.doing != "decoding":
       self.begin("decoding")
+    # Each lane that is stepped; its last chunk may be one without requests.
     versions = {
       lane.generator_id: lane.version
       for lane in self._lanes.values()
-      if lane.num_live()
+      if lane.version is not None
     }
     start_s = time.perf_counter()
     finished = self.worker.step()
@@ -212,16 +217,24 @@ class GeneratorPart(part.Part):
     self.busy_s += end_s - start_s
     for generator_id, trajectories in finished:
       version = versions[generator_id]
-      assert version is not None, "requests are live, so a version is loaded"
       self._slices.add(generator_id, version, start_s, end_s, len(trajectories))
-      if trajectories:
-        self._post(
-          orders.Sampled(generator_id=generator_id, trajectories=trajectories)
-        )
-      is_due = end_s - self._said_s[generator_id] >= _PROGRESS_S
-      if trajectories or is_due:
-        self._said_s[generator_id] = end_s
-        self._post(self._progress(generator_id))
+      self._report(generator_id, trajectories, end_s)
+
+  def _report(
+    self,
+    generator_id: int,
+    trajectories: Sequence[types.Trajectory],
+    now_s: float,
+  ) -> None:
+    """Says what is finished, and from time to time how far the rest is."""
+    if trajectories:
+      self._post(
+        orders.Sampled(generator_id=generator_id, trajectories=trajectories)
+      )
+    is_due = now_s - self._said_s[generator_id] >= _PROGRESS_S
+    if trajectories or is_due:
+      self._said_s[generator_id] = now_s
+      self._post(self._progress(generator_id))
 
   def _progress(self, generator_id: int) -> ev.Progress:
     lane = self._lanes[generator_id]

@@ -33,8 +33,7 @@ class Accelerator:
 # v5e, v5p, v6e: cloud.google.com/tpu/docs/v5e, …/v5p, …/v6e; the links are ICI,
 # all of a chip's together; the host's share is what one chip of a host of four
 # (v5p) or eight gets of PCIe 4 x16, an estimate.
-# cpu: one of two cores of the machine that this project is tested on, measured
-# by numpy: a matrix product of 1024 squared in float32, and a sum of 400 MB.
+# cpu: a core of a laptop, by guess: calibrated costs do not use it.
 ACCELERATORS: dict[str, Accelerator] = {
   "H100": Accelerator(
     memory_bytes=80e9,

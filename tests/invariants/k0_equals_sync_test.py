@@ -13,12 +13,13 @@ def params_of_sync(tmp_path_factory):
   return params_of(tmp_path_factory.mktemp("sync"), schedule="sync", lanes=1)
 
 
-def params_of(workdir, *, schedule, lanes):
+def params_of(workdir, *, schedule, lanes, chunks_ahead=0):
   config = tiny.config(
     coordinator__schedule=schedule,
     coordinator__max_staleness=0,
     coordinator__num_steps=4,
     mesh__lanes=lanes,
+    generator__chunks_ahead=str(chunks_ahead),
     task__reward="tests.runtime.tiny_rewards:digits",
     evaluation__num_prompts=0,
   )
@@ -26,10 +27,15 @@ def params_of(workdir, *, schedule, lanes):
   return export.restore(workdir, step=4).params
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_dora_at_k_0_makes_the_same_params(tmp_path, params_of_sync, lanes):
-  # The lanes change who samples what beside whom; the samples do not change.
-  params = params_of(tmp_path, schedule="dora", lanes=lanes)
+@pytest.mark.parametrize(("lanes", "chunks_ahead"), [(1, 1), (2, 0), (2, 1)])
+def test_dora_at_k_0_makes_the_same_params(
+  tmp_path, params_of_sync, lanes, chunks_ahead
+):
+  # The lanes change who samples what beside whom, and a host that is behind
+  # when who enters; the samples do not change.
+  params = params_of(
+    tmp_path, schedule="dora", lanes=lanes, chunks_ahead=chunks_ahead
+  )
   jax.tree.map(np.testing.assert_array_equal, params, params_of_sync)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dora_jax.generator import kv_pool, pages
+from dora_jax.generator import kv_pool
 from dora_jax.generator.attention import base, gpu_kernel
 from dora_jax.model import attention, transformer
 
@@ -106,9 +106,8 @@ class GpuAttention:
 
     def write(pages_LJKOH, rows_BTKH, layer):
       page_size = pages_LJKOH.shape[3]
-      column_B1 = position_B[:, None] // page_size
-      page_B = jnp.take_along_axis(page_table_BC, column_B1, axis=1)[:, 0]
-      page_B = jnp.where(is_active_B, page_B, pages.TRASH_PAGE)
+      column_B = position_B // page_size
+      page_B = kv_pool.page_at(page_table_BC, column_B, is_active_B)
       rows_BKH = rows_BTKH[:, 0].astype(pages_LJKOH.dtype)
       offset_B = position_B % page_size
       return pages_LJKOH.at[layer, page_B, :, offset_B].set(rows_BKH)

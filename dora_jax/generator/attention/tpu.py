@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dora_jax.generator import kv_pool, pages
+from dora_jax.generator import kv_pool
 from dora_jax.generator.attention import base, tpu_kernel
 from dora_jax.model import attention, transformer
 
@@ -121,9 +121,8 @@ class TpuAttention:
     def write(pool_LJWKERH, kv_BTKEH, layer):
       _, _, num_sets, *_, num_rows, _ = pool_LJWKERH.shape
       set_B = position_B // num_rows
-      column_B1 = set_B[:, None] // num_sets
-      page_B = jnp.take_along_axis(page_table_BC, column_B1, axis=1)[:, 0]
-      page_B = jnp.where(is_active_B, page_B, pages.TRASH_PAGE)
+      column_B = set_B // num_sets
+      page_B = kv_pool.page_at(page_table_BC, column_B, is_active_B)
       where = layer, page_B, set_B % num_sets
       row_B1 = position_B[:, None] % num_rows
       is_new_BR = jnp.arange(num_rows)[None] == row_B1

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dora_jax.generator import kv_pool, pages
+from dora_jax.generator import kv_pool
 from dora_jax.generator.attention import xla_blocks, xla_pages
 from dora_jax.model import attention, transformer
 
@@ -71,9 +71,8 @@ class XlaAttention:
 
     def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
       page_size = xla_pages.page_size_of(pool)
-      column_B1 = position_B[:, None] // page_size
-      page_B = jnp.take_along_axis(page_table_BC, column_B1, axis=1)[:, 0]
-      page_B = jnp.where(is_active_B, page_B, pages.TRASH_PAGE)
+      column_B = position_B // page_size
+      page_B = kv_pool.page_at(page_table_BC, column_B, is_active_B)
       pool = xla_pages.write_tokens(
         pool,
         layer,
