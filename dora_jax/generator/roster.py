@@ -28,10 +28,10 @@ _TRAINING_STREAM = 0
 class Roster:
   """Carries requests between slots, the waiting line and other lanes.
 
-  Only to be used while no chunk is under way, but to count: who is in a slot is
-  then not finished, and
-  has all the KV that it needs to be decoded. One may be half prefilled instead:
-  whatever takes requests out of their place first sends it back to the line.
+  But for what counts, only to be used while no chunk is under way: who is in a
+  slot is then not finished, and has all the KV that it needs to be decoded. One
+  may be half prefilled instead: whatever takes requests out of their place
+  first sends it back to the line.
 
   Attributes:
     slots: requests that are decoded, and paused ones that keep their place.
