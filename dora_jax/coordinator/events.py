@@ -32,6 +32,17 @@ class GeneratorLost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionLost:
+  """No copy of a version is left: what is unfinished of it begins anew.
+
+  It comes before the GeneratorLost of those that had the last copy. The newest
+  version is never lost, for the trainer keeps it.
+  """
+
+  version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
   """A generator serves this version, and has acknowledged its checksum.
 
@@ -171,6 +182,7 @@ class Tick:
 Event = (
   GeneratorJoined
   | GeneratorLost
+  | VersionLost
   | Loaded
   | Progress
   | Finished

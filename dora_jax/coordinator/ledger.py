@@ -319,16 +319,16 @@ class Ledger:
     self.tokens.dropped[reason] += num_tokens
     self._count_length(reason, num_tokens)
 
-  def regenerate(self, group: OpenGroup, *, version: int) -> None:
-    """Starts a group anew, at another version.
+  def regenerate(self, group: OpenGroup, *, version: int, reason: str) -> None:
+    """Starts a group anew, at another version; counts what it had as dropped.
 
     Its members have finished or wait, and one at least has not finished.
     """
     num_tokens = sum(group.lengths)
     self.tokens.open -= num_tokens
-    self.tokens.dropped["evicted"] += num_tokens
+    self.tokens.dropped[reason] += num_tokens
     for length in group.lengths:
-      self._count_length("evicted", length)
+      self._count_length(reason, length)
     for counts in self._counts:
       _add(counts, group.version, -1)
       _add(counts, version, 1)

@@ -288,7 +288,9 @@ def _counterpart(event: ev.Event) -> _Key | None:
       return "Cancelled", event.generator_id
     case ev.DataExhausted():
       return "DataExhausted", event.num_groups
-    case ev.Tick() | ev.Progress() | ev.GeneratorLost() | ev.StopRequested():
+    case ev.Tick() | ev.Progress() | ev.StopRequested():
+      return None
+    case ev.GeneratorLost() | ev.VersionLost():
       return None
     case _:
       typing.assert_never(event)
