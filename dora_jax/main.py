@@ -4,12 +4,11 @@
 
 Any field of the config can be set on the way: --config.trainer.lr=1e-6. With
 --replay=OTHER/events.jsonl.gz the run repeats the decisions of another one of
-the same config, and on CPU ends with the same params, bit for bit. The exit
-status is 0 where the run ended as it should and every promise held, 1
-where one was broken or a part failed, 2 where the config cannot be run, and 130
-after Ctrl-C.
+the same config, and on CPU ends with the same params, bit for bit. What an exit
+status and a message mean is in docs/operations.md.
 """
 
+import os
 import pathlib
 import re
 import shlex
@@ -22,11 +21,21 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as config_lib
-from dora_jax.runtime import build, cold_start, following, local, pieces
+from dora_jax.runtime import (
+  build,
+  cold_start,
+  faults,
+  following,
+  local,
+  part,
+  pieces,
+  watchdog,
+)
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_NOTHING_LEARNT = 3
+EXIT_STALLED = 4
 EXIT_INTERRUPTED = 130
 
 
@@ -44,6 +53,10 @@ def run(
     workdir: folder for all that is made.
     command: that makes the run, for its summary.
     follow: events.jsonl.gz of another run of this config, to be repeated.
+
+  Raises:
+    local.PartFailed: it could not go on; what was good is saved.
+    watchdog.GaveUp: nothing has gone on for long; likewise.
   """
   start_s = time.perf_counter()
   with build.build(config, workdir, follow=follow) as made:
@@ -65,7 +78,14 @@ def run(
       made.trainer_part.save()
     ready_s = time.perf_counter()
     made.results.note(f"ready after {ready_s - start_s:.1f} s")
-    reason = made.runtime.run()
+    try:
+      reason = made.runtime.run()
+    except (local.PartFailed, watchdog.GaveUp):
+      logging.error("%s", faults.save_last_good(made.trainer_part))
+      made.results.summarise(
+        extra={"seconds_before": ready_s - start_s}, command=command
+      )
+      raise
     made.trainer_part.save()
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
@@ -118,10 +138,28 @@ def main(argv: list[str]) -> int:
     return EXIT_CONFIG
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
-    return run(config, workdir, command=command, follow=follow)
+    status = run(config, workdir, command=command, follow=follow)
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
-    return EXIT_BROKEN
+    status = EXIT_BROKEN
+  except watchdog.GaveUp as error:
+    logging.error("The run has ended: %s", error)
+    status = EXIT_STALLED
+  _leave_if_stuck(status)
+  return status
+
+
+def _leave_if_stuck(status: int) -> None:
+  """Ends the process at once where a part of the run has not ended.
+
+  Python and JAX would wait at exit for what it is stuck in.
+  """
+  stuck = part.alive()
+  if stuck:
+    logging.error("The process ends although %s has not.", ", ".join(stuck))
+    logging.flush()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def unknown_field(argv: list[str]) -> str | None:

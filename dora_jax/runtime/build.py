@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import queue
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
+  faults,
   following,
   generating,
   local,
@@ -29,7 +31,10 @@ from dora_jax.runtime import (
   scoring,
   served_form,
   training,
+  watchdog,
 )
+from dora_jax.runtime import quarantine as quarantine_lib
+from dora_jax.runtime import replicas as replicas_lib
 from dora_jax.tasks import (
   prompts,
   reward_pool,
@@ -105,6 +110,7 @@ def _build(
       reward_kwargs=config.task.reward_params.to_dict(),
       num_workers=config.task.reward_workers,
       timeout_s=config.task.reward_timeout_s,
+      retries=config.task.reward_retries,
     )
   )
   timeline = trace.Trace(workdir / "trace.json")
@@ -142,10 +148,13 @@ def _build(
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
   workers = _build_workers(config, form.shape, split, stop_ids, tokenizer)
+  quarantine = quarantine_lib.Quarantine(workdir)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
-    reward_part=scoring.RewardPart(post=inbox.put, pool=pool),
+    reward_part=scoring.RewardPart(
+      post=inbox.put, pool=pool, quarantine=quarantine
+    ),
     post=inbox.put,
     store=store,
     canary=canary,
@@ -157,6 +166,10 @@ def _build(
     workdir / record.FILE_NAME, following.header(config)
   )
   stack.callback(events.close)
+  replicas = replicas_lib.Replicas(
+    lambda: {each.part: each.work_done() for each in generator_parts},
+    now_s=time.monotonic(),
+  )
   results = recorder.Recorder(
     workdir=workdir,
     coordinator=coordinator,
@@ -165,6 +178,11 @@ def _build(
     decode=tokenizer.decode,
     generators=generator_parts,
     store=store,
+    further=lambda: {
+      **losses.metrics(),
+      **quarantine.metrics(),
+      **replicas.metrics(),
+    },
   )
   stack.callback(results.close)
   evaluation_part = parts.generators[parts.evaluation_id]
@@ -188,29 +206,41 @@ def _build(
       orders.UnloadOrder(generator_id=parts.evaluation_id)
     ),
   )
+  executor = executing.Executor(
+    task=task,
+    tokenizer=tokenizer,
+    parts=parts,
+    store=store,
+    sampling=pieces.make_sampling(config),
+    stopping=stopping,
+    completion_limit=completion_limit,
+  )
+  losses = faults.Losses(
+    parts=parts, executor=executor, store=store, evaluator=evaluator
+  )
   runtime = local.LocalRuntime(
     coordinator=coordinator,
     task=task,
     parts=parts,
-    executor=executing.Executor(
-      task=task,
-      tokenizer=tokenizer,
-      parts=parts,
-      store=store,
-      sampling=pieces.make_sampling(config),
-      stopping=stopping,
-      completion_limit=completion_limit,
-    ),
+    executor=executor,
     inbox=inbox,
     evaluator=evaluator,
     evaluate_every_steps=config.evaluation.every_steps,
     results=results,
     events=events,
     gate=gate,
-    workdir=workdir,
+    watchdog=watchdog.Watchdog(
+      coordinator=coordinator,
+      parts=parts.all(),
+      moves=lambda: executor.moves,
+      workdir=workdir,
+      stall_s=config.runtime.stall_s,
+      give_up_s=config.runtime.give_up_s,
+    ),
+    losses=losses,
+    replicas=replicas,
     solved_reward=config.evaluation.solved_reward,
     tick_s=config.coordinator.balance_period_s,
-    stall_s=config.runtime.stall_s,
   )
   return Run(
     runtime=runtime,

@@ -21,6 +21,7 @@ _FREE = (
   "model.folder",
   "task.heldout_path",
   "task.path",
+  "task.reward_retries",
   "task.reward_timeout_s",
   "task.reward_workers",
   "tokenizer.folder",

@@ -39,6 +39,7 @@ class Recorder:
     decode: Callable[[Sequence[int]], str],
     generators: Sequence[generating.GeneratorPart],
     store: store_lib.WeightStore,
+    further: Callable[[], Mapping[str, float]],
     stream: TextIO = sys.stdout,
   ):
     self.num_mixed = 0
@@ -48,6 +49,7 @@ class Recorder:
     self._decode = decode
     self._generators = generators
     self._store = store
+    self._further = further
     self._metrics = metrics_lib.MetricsWriter(workdir)
     self._progress = progress.Progress(num_steps, stream)
     self._start_s = time.perf_counter()
@@ -58,6 +60,7 @@ class Recorder:
     self._reward: float | None = None
     self._lag_mean: float | None = None
     self._accuracies: dict[int, float] = {}
+    self._evaluates_last = True
     self._waits_since_s: dict[tuple[str, str], float] = {}
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
@@ -138,6 +141,7 @@ class Recorder:
         "rollout/mixed": self.num_mixed,
         **self._lane_counts(),
         **self._copies(),
+        **self._further(),
         "rollout/trainer_wait_data_s": waits["data"],
         "rollout/trainer_wait_straggler_s": waits["straggler"],
         **{
@@ -174,6 +178,10 @@ class Recorder:
       f"version {result.version}: {result.accuracy:.1%} of "
       f"{result.num_scored} held-out completions solved"
     )
+
+  def end_evaluations(self) -> None:
+    """No version is evaluated any more: none is that after the run."""
+    self._evaluates_last = False
 
   def refresh(self) -> None:
     """Shows where the run stands."""
@@ -213,6 +221,10 @@ class Recorder:
     size = ledger.group_size
     dropped = {name: count * size for name, count in ledger.dropped.items()}
     values: dict[str, float] = {
+      **{
+        name.rpartition("/")[2]: value
+        for name, value in self._further().items()
+      },
       "seconds": seconds,
       "steps": self._coordinator.newest_version,
       "tokens_per_s": self._trained_tokens / seconds,
@@ -233,7 +245,8 @@ class Recorder:
     }
     if self._accuracies:
       values["accuracy_before"] = self._accuracies[min(self._accuracies)]
-      values["accuracy_after"] = self._accuracies[max(self._accuracies)]
+      if self._evaluates_last:
+        values["accuracy_after"] = self._accuracies[max(self._accuracies)]
     summary.write_summary(self._workdir, values, command=command)
     self._progress.close()
     table = summary.closing_table(

@@ -28,7 +28,7 @@ def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
     made.trainer_part.publish()
     with pytest.raises(
       local.PartFailed,
-      match=r"trainer failed: .*Version 1 .* 0 of 11 arrays changed, after a "
+      match=r"trainer failed \(publishing version 1\): .*Version 1 .* 0 of 11 arrays changed, after a "
       r"step of gradient norm [\d.]+ at config.trainer.lr 0.01: what is",
     ):
       made.runtime.run()
