@@ -61,6 +61,7 @@ class Recorder:
     self._lag_mean: float | None = None
     self._accuracies: dict[int, float] = {}
     self._evaluates_last = True
+    self._mismatch_sum, self._num_mismatches = 0.0, 0
     self._waits_since_s: dict[tuple[str, str], float] = {}
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
@@ -127,6 +128,10 @@ class Recorder:
     tokens = self._trained_tokens - self._last_tokens
     self._reward = values["train/reward_mean"]
     self._lag_mean = values["train/lag_mean"]
+    # A step without a fresh trajectory, and none recomputed, measures none.
+    if "train/mismatch_kl_k3" in values:
+      self._mismatch_sum += values["train/mismatch_kl_k3"]
+      self._num_mismatches += 1
     self._metrics.write(
       version,
       {
@@ -247,6 +252,8 @@ class Recorder:
       values["accuracy_before"] = self._accuracies[min(self._accuracies)]
       if self._evaluates_last:
         values["accuracy_after"] = self._accuracies[max(self._accuracies)]
+    if self._num_mismatches:
+      values["mismatch_kl_k3"] = self._mismatch_sum / self._num_mismatches
     summary.write_summary(self._workdir, values, command=command)
     self._progress.close()
     table = summary.closing_table(

@@ -210,12 +210,12 @@ def test_what_failed_is_tried_again_and_given_up_after_the_last_try(tmp_path):
 def test_the_pool_is_as_large_after_many_timeouts_as_before():
   before = children()
   with make_pool(timeout_s=0.02, retries=1) as pool:
-    for job in range(500):
+    for job in range(100):
       pool.submit(
         job, make_prompt(), "hang with a child" if job % 5 else "hang"
       )
     results = drain(pool)
     assert len(children() - before) == 2
-    assert pool.num_replaced == 1000
+    assert pool.num_replaced == 200
   assert all("timed out" in result.error for result in results.values())
   assert children() == before
