@@ -227,8 +227,7 @@ class Recorder:
     dropped = {name: count * size for name, count in ledger.dropped.items()}
     values: dict[str, float] = {
       **{
-        name.rpartition("/")[2]: value
-        for name, value in self._further().items()
+        name.replace("/", "_"): value for name, value in self._further().items()
       },
       "seconds": seconds,
       "steps": self._coordinator.newest_version,

@@ -178,10 +178,16 @@ class Watchdog:
 
   def _state(self, now_s: float) -> dict[str, Any]:
     """All there is to say, JSON-able; times in seconds, the longest first."""
-    snapshot = self._coordinator.snapshot()
-    age_s = {g: round(now_s - s, 1) for g, s in self._open_since_s.items()}
     groups = [
-      {**g, "s": age_s.get(g["group_id"], 0.0)} for g in snapshot["open"]
+      {
+        "group_id": group.group_id,
+        "version": group.version,
+        "s": round(now_s - self._open_since_s[group.group_id], 1),
+        "running": {str(m): g for m, g in group.running.items()},
+        "unscored": sorted(group.unscored),
+        "waiting": group.waiting,
+      }
+      for group in self._coordinator.ledger.open.values()
     ]
     return {
       "silent_s": round(now_s - self._heard_s, 1),
@@ -206,7 +212,7 @@ class Watchdog:
         }
         for (source_id, target_id), names in self._moves().items()
       ],
-      "coordinator": snapshot,
+      "coordinator": self._coordinator.snapshot(),
     }
 
 

@@ -50,7 +50,7 @@ def test_the_run_goes_on_with_the_generators_that_are_left(tmp_path, caplog):
     store = made.trainer_part._store
     ledger = made.runtime._coordinator.ledger
   summary = json.loads((tmp_path / "summary.json").read_text())
-  assert summary["steps"] == 5 and summary["meshes_lost"] == 1
+  assert summary["steps"] == 5 and summary["rollout_meshes_lost"] == 1
   assert summary["mixed"] == summary["dropped"] == 0
   assert summary["lag_max"] <= 1
   assert ledger.num_trained == 10 and not ledger.open
