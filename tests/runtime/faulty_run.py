@@ -21,7 +21,8 @@ _NUM_CHUNKS = 5
 
 def break_engines(*, number: int | None, hangs: bool) -> None:
   """Lets engines fail or hang after some chunks: one of them, or all."""
-  decode: Any = engine.Engine.decode
+  engines: Any = engine.Engine
+  decode = engines.decode
   calls: dict[int, int] = {}
 
   def broken(self, *arguments):
@@ -33,19 +34,20 @@ def break_engines(*, number: int | None, hangs: bool) -> None:
       raise jax.errors.JaxRuntimeError("INTERNAL: the device has gone")
     return decode(self, *arguments)
 
-  engine.Engine.decode = broken
+  engines.decode = broken
 
 
 def break_trainer() -> None:
   """Lets the second step fail."""
-  train = train_step.Trainer.train
+  trainers: Any = train_step.Trainer
+  train = trainers.train
 
   def broken(self, groups):
     if self.version == 1:
       raise jax.errors.JaxRuntimeError("INTERNAL: the device has gone")
     return train(self, groups)
 
-  train_step.Trainer.train = broken
+  trainers.train = broken
 
 
 def change(case: str) -> None:
