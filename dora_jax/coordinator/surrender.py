@@ -4,6 +4,9 @@ What runs for them is cancelled. Until a generator has confirmed that, the
 request keeps its slot, and its Finished may still come.
 """
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
 from dora_jax.coordinator import ledger as ledger_lib
@@ -13,6 +16,7 @@ from dora_jax.coordinator.schedules import base
 # Why a group is generated anew.
 EVICTED = "evicted"
 VERSION_LOST = "version_lost"
+RESUMED = "resumed"
 
 
 class Surrender:
@@ -32,6 +36,53 @@ class Surrender:
     self._lost_versions: set[int] = set()
     self.regenerating: dict[int, int] = {}
     self.stranded: dict[int, None] = {}
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "unwanted_scores": sorted(map(list, self._unwanted_scores)),
+      "regenerating": [list(pair) for pair in self.regenerating.items()],
+      "lost_versions": sorted(self._lost_versions),
+      "stranded": list(self.stranded),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._unwanted_scores = set(map(tuple, state["unwanted_scores"]))
+    self.regenerating = dict(map(tuple, state["regenerating"]))
+    self._lost_versions = set(state["lost_versions"])
+    self.stranded = dict.fromkeys(state["stranded"])
+
+  def resume(self, versions: Collection[int]) -> list[ev.Command]:
+    """Puts right what was under way when the process before this one ended.
+
+    Nothing runs any more. What was being cancelled is gone; rewards that were
+    out are asked for again. An unfinished group goes on where its version can
+    be served, and else starts anew at the newest one: a group has one version.
+
+    Args:
+      versions: that can be served.
+    """
+    self._unwanted_scores.clear()
+    self._placement.in_transit.clear()
+    # What is saved can be served, and all else starts anew here.
+    self._lost_versions.clear()
+    self.stranded.clear()
+    commands: list[ev.Command] = []
+    for request in list(self._placement.cancelling):
+      commands += self.end_cancel(request, 0)
+    for group in self._view.ledger.open.values():
+      self._view.ledger.put_back(group, list(group.running))
+      if group.waiting and group.version not in versions:
+        group.unscored.clear()
+        commands += self._restart(group, RESUMED)
+      elif group.waiting:
+        self._placement.waiting[group.version][group.group_id] = group
+      commands += [
+        ev.Score(group_id=group.group_id, member=member)
+        for member in sorted(group.unscored)
+      ]
+    return commands
 
   def is_unwanted(self, request: fleet_lib.Member) -> bool:
     """Whether this score belongs to a group that is given up; once."""

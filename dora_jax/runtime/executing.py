@@ -70,8 +70,15 @@ class Parts:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _GroupData:
-  """What the coordinator knows only by id."""
+class GroupData:
+  """What the coordinator knows only by id.
+
+  Attributes:
+    prompt: of the group.
+    trajectories: member -> its finished trajectory.
+    rewards: member -> its reward, once it is known.
+    components: member -> what else the reward function returned.
+  """
 
   prompt: types.Prompt
   trajectories: dict[int, types.Trajectory] = dataclasses.field(
@@ -131,7 +138,9 @@ class Executor:
     self._sampling = sampling
     self._stopping = stopping
     self._completion_limit = completion_limit
-    self._groups: dict[int, _GroupData] = {}
+    self._groups: dict[int, GroupData] = {}
+    # Those of the last Train.
+    self._batch: dict[int, GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
     # Those of them whose requests are packed and sent on.
@@ -191,7 +200,8 @@ class Executor:
         data = self._groups[command.group_id]
         self.send_score(ROLLOUT, data.prompt, data.trajectories[command.member])
       case ev.Train():
-        batch = [self._groups.pop(g).group(g) for g in command.group_ids]
+        self._batch = {g: self._groups.pop(g) for g in command.group_ids}
+        batch = [data.group(g) for g, data in self._batch.items()]
         self._parts.trainer.send(batch)
         return batch
       case ev.Restart():
@@ -205,8 +215,22 @@ class Executor:
         if command.version not in self._lost_versions:
           self._store.release(command.version, holder="coordinator")
       case ev.Stop():
-        self._groups.clear()
+        pass  # What is unfinished may still be saved.
     return None
+
+  @property
+  def groups(self) -> Mapping[int, GroupData]:
+    """Groups that have started and are not in a batch, by id."""
+    return self._groups
+
+  def return_batch(self) -> None:
+    """Takes back the groups of a step that was not made."""
+    self._groups |= self._batch
+    self._batch = {}
+
+  def take_over(self, groups: Mapping[int, GroupData]) -> None:
+    """Goes on with the groups of a run that this one resumes."""
+    self._groups = dict(groups)
 
   def keep_trajectory(self, trajectory: types.Trajectory) -> None:
     """Keeps a finished trajectory, unless its group was given up."""
@@ -322,7 +346,7 @@ class Executor:
   def _submit(self, command: ev.Submit) -> None:
     if command.group_id not in self._groups:
       prompt = self._task.prompt(command.group_id)
-      self._groups[command.group_id] = _GroupData(prompt=prompt)
+      self._groups[command.group_id] = GroupData(prompt=prompt)
     prompt = self._groups[command.group_id].prompt
     self._send(
       orders.SubmitOrder(

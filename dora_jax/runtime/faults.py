@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import jax
 from absl import logging
 
+from dora_jax import checkpoint
 from dora_jax.coordinator import events as ev
-from dora_jax.runtime import evaluation, executing, part, training
+from dora_jax.runtime import evaluation, executing, part, saving
 from dora_jax.weights import store as store_lib
 
 
@@ -115,21 +116,34 @@ def describe(failure: part.Failure) -> str:
   )
 
 
-def save_last_good(trainer_part: training.TrainerPart) -> str:
+def save_last_good(saver: saving.Saver, now_s: float) -> str:
   """Saves the train state after a failure; says which checkpoint stands.
 
-  Only a state that is whole is saved: not one in the middle of a step.
+  Only a state that is whole is saved, with the coordinator as it belongs to it:
+  a step that failed is asked for anew when the run is resumed; one that was
+  made, but could not be published, has been made.
+
+  Args:
+    saver: of the run, whose parts have ended.
+    now_s: of the coordinator's clock.
   """
-  version = trainer_part.usable_version()
+  version = saver.trainer_part.usable_version()
   if version is None:
     return (
       "The train state is lost in the middle of a step: the last checkpoint "
       "that was saved before stands."
     )
   try:
-    trainer_part.save()
+    if version == saver.coordinator.newest_version + 1:
+      event = ev.StepDone(version=version)
+      saver.events.write(event, now_s)
+      saver.coordinator.handle(event, now_s)  # Nobody is left to command.
+    else:
+      saver.executor.return_batch()
+    saver.trainer_part.save(saver.order(now_s))
+    saver.checkpoints.wait()
   # A device or a disk that has failed too must not hide the first failure.
-  except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+  except (checkpoint.SaveFailed, jax.errors.JaxRuntimeError) as error:
     return (
       f"Version {version} could not be saved: {type(error).__name__}: {error}. "
       "The last checkpoint that was saved before stands."

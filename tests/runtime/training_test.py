@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dora_jax.runtime import build, faults, local
+from dora_jax.runtime import build, local
 from tests.runtime import tiny
 
 
@@ -36,10 +36,10 @@ def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
       made.runtime.run()
     # The step was made, and is kept; in the middle of one nothing is.
     assert made.trainer_part.usable_version() == 1
-    assert "version 1 is the last" in faults.save_last_good(made.trainer_part)
+    assert "version 1 is the last" in made.runtime.save_last_good()
     jax.tree.leaves(trainer.state())[0].delete()
     assert made.trainer_part.usable_version() is None
-    assert "middle of a step" in faults.save_last_good(made.trainer_part)
+    assert "middle of a step" in made.runtime.save_last_good()
   assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
