@@ -62,6 +62,13 @@ def run(
     follow: events.jsonl.gz of another run of this config, to be repeated.
   """
   start_s = time.perf_counter()
+  found = resuming.find(config, workdir)
+  if found and resuming.is_over(config, workdir, found):
+    print(
+      f"{workdir} holds this run, which has ended after {found.version} steps: "
+      "raise config.coordinator.num_steps to go on, or give another --workdir."
+    )
+    return 0
   with build.build(config, workdir, follow=follow) as made:
     if made.saver.found is not None:
       made.runtime.resume()
