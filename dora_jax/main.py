@@ -77,7 +77,10 @@ def run(
     ready_s = time.perf_counter()
     made.results.note(f"ready after {ready_s - start_s:.1f} s")
     reason = made.runtime.run()
-    failed = _save(made)
+    # A record that is followed knows nothing of this end: what was saved on the
+    # way is what the run can go on from.
+    is_cut = follow is not None and reason in _EXIT_SIGNALS
+    failed = "" if is_cut else _save(made)
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
@@ -154,9 +157,14 @@ def main(argv: list[str]) -> int:
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    found = resuming.find(config, workdir)
     if follow:
-      following.open_record(config, workdir, follow)
-    resuming.find(config, workdir)
+      following.open_record(
+        config,
+        workdir,
+        follow,
+        num_past=found.extras["num_events"] if found else 0,
+      )
   except (ValueError, FileNotFoundError) as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG

@@ -56,6 +56,7 @@ class Surrender:
     """
     self._unwanted_scores.clear()
     self._placement.in_transit.clear()
+    self._placement.moves.clear()
     commands: list[ev.Command] = []
     for request in list(self._placement.cancelling):
       commands += self.end_cancel(request, 0)

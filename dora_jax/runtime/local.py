@@ -10,7 +10,7 @@ import pathlib
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,13 +103,26 @@ class LocalRuntime:
     self._step_metrics: Mapping[str, float] = {}
     # The coordinator's clock goes on where a run that this one resumes was.
     self._clock_start_s = time.monotonic()
+    # What a run that this one resumes had under way: to be asked for anew.
     self._resumed: ev.Resumed | None = None
+    self._again: list[ev.Command] | None = None
+    # Generators that are given again what the coordinator knows they serve.
+    self._silent: set[int] = set()
 
   def resume(self) -> None:
-    """Goes on from the checkpoint that was found; call it before `run`."""
-    self._resumed = self._saver.resume()
+    """Goes on from the checkpoint that was found; call it before `run`.
+
+    Raises:
+      ValueError: the run follows a record, and cannot go on with it from here.
+    """
+    versions = self._saver.resume()
     assert self._saver.found is not None
     self._clock_start_s -= self._saver.found.extras["now_s"]
+    if self._gate is None:
+      self._resumed = ev.Resumed(versions=tuple(versions))
+    else:
+      # The record knows of no resume: all is put back to where it was.
+      self._again = self._coordinator.under_way()
 
   def save(self) -> None:
     """Starts to write a checkpoint; call it while no part is running.
@@ -131,12 +144,7 @@ class LocalRuntime:
     try:
       with self._interruptible():
         self._results.start_clock()
-        if self._resumed is not None:
-          self._feed(self._resumed)
-        else:
-          version = self._coordinator.newest_version
-          self._evaluator.request(version, must_run=True)
-        self._join_generators()
+        self._begin()
         while not self._is_over():
           message = self._next_message()
           if message is not None:
@@ -154,7 +162,20 @@ class LocalRuntime:
       return self._evaluator.is_idle()
     return reason is not None
 
-  def _join_generators(self) -> None:
+  def _begin(self) -> None:
+    if self._again is not None:
+      self._silent = {
+        view.generator_id
+        for view in self._coordinator.fleet
+        if view.version is not None and view.loading is None
+      }
+      self._carry_out(self._again)
+      return
+    if self._resumed is not None:
+      self._feed(self._resumed)
+    else:
+      version = self._coordinator.newest_version
+      self._evaluator.request(version, must_run=True)
     if self._task.num_groups is not None:
       self._feed(ev.DataExhausted(num_groups=self._task.num_groups))
     for event in self._parts.joined():
@@ -235,6 +256,8 @@ class LocalRuntime:
   def _hear_served(self, message: orders.Served) -> None:
     if message.generator_id == self._parts.evaluation_id:
       self._evaluator.serve()
+    elif message.generator_id in self._silent:
+      self._silent.remove(message.generator_id)
     else:
       self._feed(
         ev.Loaded(
@@ -297,6 +320,9 @@ class LocalRuntime:
     commands = self._coordinator.handle(event, now_s)
     if isinstance(event, ev.StepDone):
       self._end_step(event.version, now_s)
+    self._carry_out(commands)
+
+  def _carry_out(self, commands: Sequence[ev.Command]) -> None:
     # What is let go goes first: a generator that unloads the version meanwhile
     # would find itself its last holder, and keep a copy for nobody.
     for command in sorted(

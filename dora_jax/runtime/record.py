@@ -271,6 +271,12 @@ class ReplayGate:
 
   def _take(self, recorded: ev.Event) -> bool:
     """Uses up the counterpart; False where it has not been offered yet."""
+    if isinstance(recorded, ev.Resumed):
+      raise ValueError(
+        f"The record tells at event {self._num_fed} of a run that was killed "
+        "and resumed, which lost what it had under way: no run can follow it "
+        "beyond. `record.replay` repeats its decisions."
+      )
     key = _counterpart(recorded)
     if key is None:
       return True

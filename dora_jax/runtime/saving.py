@@ -19,7 +19,6 @@ from absl import logging
 
 from dora_jax import checkpoint, interfaces
 from dora_jax.coordinator import coordinator as coordinator_lib
-from dora_jax.coordinator import events as ev
 from dora_jax.runtime import (
   canary as canary_lib,
 )
@@ -75,9 +74,11 @@ class Saver:
     made = self.coordinator
     self.events.flush()
     entries, arrays = group_arrays.pack(self.executor.groups, made.ledger)
-    needed = {*made.ledger.num_generating, *self.evaluator.pending()}
-    alive = needed & {*self.store.versions()} - {made.newest_version}
-    older = {version: self.store.copy_of(version) for version in alive}
+    needed = {*made.versions_held(), *self.evaluator.pending()}
+    older = {
+      version: self.store.copy_of(version)
+      for version in sorted(needed - {made.newest_version})
+    }
     trees: dict[str, Any] = {"groups": arrays}
     if older:
       trees["versions"] = {str(v): params for v, (_, params) in older.items()}
@@ -99,7 +100,7 @@ class Saver:
             "canary": self.canary.expected[version].tolist(),
             "form": _form(params),
           }
-          for version, (publication, params) in sorted(older.items())
+          for version, (publication, params) in older.items()
         ],
         "evaluation": self.evaluator.pending(),
         "results": self.results.state(),
@@ -107,11 +108,11 @@ class Saver:
       trees=trees,
     )
 
-  def resume(self) -> ev.Resumed:
+  def resume(self) -> list[int]:
     """Puts everything as it was at the checkpoint that was found.
 
     Returns:
-      What the coordinator is to hear first.
+      Versions older than the newest that generators can be given again.
     """
     assert self.found is not None
     version, extras = self.found.version, self.found.extras
@@ -132,7 +133,7 @@ class Saver:
     self.results.restore(extras["results"])
     self._request_evaluations(extras["evaluation"])
     self.results.note(f"resumed at version {version}")
-    return ev.Resumed(versions=tuple(older))
+    return older
 
   def _restore_memory(self, version: int, memory: dict[str, Any]) -> None:
     abstract = self.trainer.abstract_recalled(memory)

@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from dora_jax import checkpoint, export
@@ -16,6 +17,13 @@ from tests.runtime import tiny
 _NUM_STEPS = 6
 # Of these the later half is gone after the crash.
 _AT = 3
+_LONGEST = 60
+
+
+def _completion_limit(group_id: int, member: int) -> int:
+  """Mostly short, some long: at a step's end there are stragglers."""
+  share = np.random.default_rng((7, group_id, member)).random()
+  return 2 + int((_LONGEST - 2) * share**4)
 
 
 def _config(**changes) -> Any:
@@ -23,20 +31,28 @@ def _config(**changes) -> Any:
     "task__reward": "tests.runtime.tiny_rewards:digits",
     "coordinator__num_steps": _NUM_STEPS,
     "coordinator__max_staleness": 2,
+    "coordinator__rollout_groups": "8",
     "coordinator__balance_period_s": 0.0,
+    "generator__page_size": 16,
+    "generator__chunk_steps": 1,
+    "generator__max_length": _LONGEST + 8,
+    "generator__max_new_tokens": _LONGEST,
+    "trainer__row_length": _LONGEST + 8,
     "checkpoint__every_steps": 1,
     "checkpoint__max_to_keep": _NUM_STEPS + 1,
   }
   return tiny.config(**(settings | changes))
 
 
-def _crash(workdir: pathlib.Path, left: pathlib.Path) -> pathlib.Path:
+def _crash(
+  workdir: pathlib.Path, left: pathlib.Path, *, at: int = _AT
+) -> pathlib.Path:
   """What a run would have left, had it been killed after a checkpoint."""
   shutil.copytree(workdir, left)
-  for step in range(_AT + 1, _NUM_STEPS + 1):
+  for step in range(at + 1, _NUM_STEPS + 1):
     shutil.rmtree(left / resuming.FOLDER / str(step))
   # And while it wrote the next.
-  (left / resuming.FOLDER / f"{_AT + 1}.orbax-checkpoint-tmp").mkdir()
+  (left / resuming.FOLDER / f"{at + 1}.orbax-checkpoint-tmp").mkdir()
   (left / "summary.json").unlink()
   return left
 
@@ -54,7 +70,10 @@ def _lines(workdir: pathlib.Path) -> list[dict[str, float]]:
 def whole(tmp_path_factory) -> pathlib.Path:
   """The workdir of a run under `dora` that nothing has cut off."""
   workdir = tmp_path_factory.mktemp("whole") / "dora"
-  assert tiny.run(_config(), workdir) == 0
+  ran = tiny.run_and_keep(
+    _config(), workdir, completion_limit=_completion_limit
+  )
+  assert ran.broken == [] and ran.summary["steps"] == _NUM_STEPS
   return workdir
 
 
@@ -110,15 +129,16 @@ def test_every_group_is_trained_once(whole, tmp_path, changes):
   assert kinds.count(ev.Resumed) == 1
   # What happened after the checkpoint has not happened.
   assert kinds.count(ev.StepDone) == _NUM_STEPS
-  batches = {c.step: c for each in commands for c in each if _is_train(c)}
-  trained = [g for step in sorted(batches) for g in batches[step].group_ids]
+  batches = {
+    command.step: command.group_ids
+    for each in commands
+    for command in each
+    if isinstance(command, ev.Train)
+  }
+  trained = [group_id for batch in batches.values() for group_id in batch]
   assert sorted(trained) == list(range(2 * _NUM_STEPS))
   extras = _extras(left, _NUM_STEPS)
   assert extras["coordinator"]["ledger"] == _json(coordinator.ledger.state())
-
-
-def _is_train(command: ev.Command) -> bool:
-  return isinstance(command, ev.Train)
 
 
 def _json(value: Any) -> Any:
@@ -127,6 +147,33 @@ def _json(value: Any) -> Any:
 
 def _extras(workdir: pathlib.Path, step: int) -> dict[str, Any]:
   return checkpoint.read_extras(workdir / resuming.FOLDER, step)
+
+
+def test_a_run_that_follows_a_record_goes_on_with_it(whole, tmp_path):
+  # At a step's end at which groups of older versions were being generated.
+  at = next(
+    step
+    for step in range(1, _NUM_STEPS)
+    if (saved := _extras(whole, step))["coordinator"]["ledger"]["open"]
+    and saved["versions"]
+  )
+  left = _crash(whole, tmp_path / "left", at=at)
+  ran = tiny.run_and_keep(
+    _config(),
+    left,
+    follow=whole / record.FILE_NAME,
+    completion_limit=_completion_limit,
+  )
+  assert ran.reason == "finished" and ran.broken == []
+  tiny.assert_same_params(
+    export.restore(left, step=_NUM_STEPS),
+    export.restore(whole, step=_NUM_STEPS),
+  )
+  events = [
+    list(record.read_events(each / record.FILE_NAME)[1])
+    for each in (left, whole)
+  ]
+  assert events[0] == events[1]
 
 
 def test_a_run_that_has_ended_is_not_made_again(whole, tmp_path):
