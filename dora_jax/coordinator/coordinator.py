@@ -446,12 +446,17 @@ class Coordinator:
     no Loaded may be heard.
 
     Raises:
-      ValueError: a Cancel is under way, of which nobody knows what it found.
+      ValueError: groups have been given up or generated anew, for which
+        something may be under way that nobody can ask for again.
     """
-    if self._placement.cancelling:
+    if (
+      self.schedule.drops_groups
+      or self.ledger.num_regenerated
+      or self._placement.cancelling
+    ):
       raise ValueError(
-        f"{len(self._placement.cancelling)} requests were being cancelled: "
-        "their generators cannot be put back to where they were."
+        "Groups had been given up or generated anew before the checkpoint was "
+        "made: what was under way for them cannot be asked for again."
       )
     commands: list[ev.Command] = []
     for view in self.fleet:

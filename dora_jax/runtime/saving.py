@@ -19,9 +19,7 @@ from absl import logging
 
 from dora_jax import checkpoint, interfaces
 from dora_jax.coordinator import coordinator as coordinator_lib
-from dora_jax.runtime import (
-  canary as canary_lib,
-)
+from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
@@ -43,12 +41,12 @@ class Saver:
     found: the checkpoint to go on from; None where the run begins.
     every_steps: versions that it divides are saved; 0 has none.
     config: of the run, JSON-able.
-    others: of the run, all that it packs.
   """
 
   found: resuming.Found | None
   every_steps: int
   config: dict[str, Any]
+  # All that it packs.
   coordinator: coordinator_lib.Coordinator
   task: interfaces.Task
   executor: executing.Executor
@@ -118,6 +116,7 @@ class Saver:
     version, extras = self.found.version, self.found.extras
     state, _ = self.checkpoints.restore(version, self.trainer.abstract_state())
     self.trainer.restore(state, version=version)
+    self.trainer_part.saved = version
     self._restore_memory(version, extras["trainer"])
     older = self._restore_versions(version, extras["versions"])
     self.trainer_part.publish()

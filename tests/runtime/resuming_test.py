@@ -11,7 +11,7 @@ import pytest
 
 from dora_jax import checkpoint, export
 from dora_jax.coordinator import events as ev
-from dora_jax.runtime import pieces, record, resuming
+from dora_jax.runtime import build, pieces, record, resuming
 from tests.runtime import tiny
 
 _NUM_STEPS = 6
@@ -38,6 +38,8 @@ def _config(**changes) -> Any:
     "generator__max_length": _LONGEST + 8,
     "generator__max_new_tokens": _LONGEST,
     "trainer__row_length": _LONGEST + 8,
+    # So that params of the past are asked for after the resume.
+    "trainer__recompute_logprobs": True,
     "checkpoint__every_steps": 1,
     "checkpoint__max_to_keep": _NUM_STEPS + 1,
   }
@@ -78,7 +80,7 @@ def whole(tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(tmp_path):
-  config = _config(coordinator__schedule="sync")
+  config = _config(coordinator__schedule="sync", trainer__kl="k3")
   assert tiny.run(config, tmp_path / "whole") == 0
   left = _crash(tmp_path / "whole", tmp_path / "left")
   assert tiny.run(config, left) == 0
@@ -185,6 +187,16 @@ def test_a_run_that_has_ended_is_not_made_again(whole, tmp_path):
   # But it goes on where more steps are asked for.
   assert tiny.run(_config(coordinator__num_steps=_NUM_STEPS + 1), left) == 0
   assert _summary(left)["steps"] == _NUM_STEPS + 1
+
+
+def test_a_run_that_ends_where_it_was_resumed_has_nothing_to_save(
+  whole, tmp_path
+):
+  left = _crash(whole, tmp_path / "left")
+  with build.build(_config(), left) as made:
+    made.runtime.resume()
+    made.runtime.save()
+  assert checkpoint.complete_steps(left / resuming.FOLDER)[-1] == _AT
 
 
 @pytest.mark.parametrize(
