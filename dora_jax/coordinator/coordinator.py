@@ -122,6 +122,8 @@ class Coordinator:
       return []
     self._stepping.note_time(now_s)
     commands = self._note(event, now_s)
+    if self._surrender.stranded:
+      commands += self._note_restart(self._surrender.free_stranded())
     self._count_left_to_start()
     commands += self._end(now_s)
     if self.stop_reason is None:
@@ -175,6 +177,8 @@ class Coordinator:
         self._note_joined(event, now_s)
       case ev.GeneratorLost():
         return self._note_lost(event, now_s)
+      case ev.VersionLost():
+        self._note_version_lost(event)
       case ev.Resumed():
         return self._note_resumed(event, now_s)
       case ev.DataExhausted():
@@ -360,8 +364,18 @@ class Coordinator:
       group = self.ledger.open.get(group_id)
       if group is not None and member in group.running:
         self.ledger.put_back(group, [member])
-        self._placement.waiting[group.version][group_id] = group
+        self._surrender.wait_anew(group)
         self._serving.note_idle()
+
+  def _note_version_lost(self, event: ev.VersionLost) -> None:
+    if event.version >= self.newest_version:
+      raise ValueError(
+        f"Version {event.version} is lost, but the newest, "
+        f"{self.newest_version}, and what is newer cannot be."
+      )
+    # Where versions are mixed, live requests go on under the newest anyway.
+    if not self.schedule.mixes_versions:
+      self._surrender.lose_version(event.version)
 
   def _note_data_end(self, event: ev.DataExhausted) -> None:
     if event.num_groups < self.ledger.next_group_id:
@@ -420,7 +434,7 @@ class Coordinator:
     commands: list[ev.Command] = []
     if self._stepping.is_held():
       for group_id in self.schedule.to_regenerate(self._view):
-        restart = self._surrender.regenerate(group_id)
+        restart = self._surrender.regenerate(group_id, surrender.EVICTED)
         if restart is None:
           self._may_train = True  # Asked again at the next event.
         else:

@@ -22,6 +22,7 @@ FREE = (
   "model.folder",
   "task.heldout_path",
   "task.path",
+  "task.reward_retries",
   "task.reward_timeout_s",
   "task.reward_workers",
   "tokenizer.folder",

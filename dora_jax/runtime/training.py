@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from dora_jax import checkpoint, trace, types
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import part
-from dora_jax.trainer import train_step
+from dora_jax.trainer import train_state, train_step
 from dora_jax.weights import store as store_lib
 
 # Of a gradient so small that Adam's eps, 1e-8 for each weight, outweighs it.
@@ -86,6 +87,8 @@ class TrainerPart(part.Part):
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
     self.saved: int | None = None
+    # The state from which a step under way set out.
+    self._underway: train_state.TrainState | None = None
     self.busy_s = self.save_s = 0.0
     self.num_failed_saves = 0
 
@@ -93,7 +96,14 @@ class TrainerPart(part.Part):
     """Makes the trainer's version available to generators."""
     start_s = time.perf_counter()
     version, params = self._trainer.version, self._trainer.params()
-    publication = self._store.publish(version, params, holder="coordinator")
+    try:
+      publication = self._store.publish(version, params, holder="coordinator")
+    # Nobody has it yet, and the version before is served meanwhile.
+    except jax.errors.JaxRuntimeError as error:
+      logging.warning(
+        "Version %d is published again, as that has failed: %s", version, error
+      )
+      publication = self._store.publish(version, params, holder="coordinator")
     logprobs = self._trainer.logprobs_of(params, self._canary.tokens)
     self._canary.expected[version] = logprobs[1:]
     self._trace.span(
@@ -141,6 +151,18 @@ class TrainerPart(part.Part):
       self._track, f"save v{version}", start_s, time.perf_counter()
     )
 
+  def usable_version(self) -> int | None:
+    """The version whose train state is there, whole; None in a broken step.
+
+    A step gives the arrays that it sets out from away. For when it has ended.
+    """
+    state = self._trainer.state()
+    is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    is_between_steps = self._underway is None or self._underway is state
+    if self.is_alive() or not (is_whole and is_between_steps):
+      return None
+    return self._trainer.version
+
   def _end_save(self) -> None:
     """Waits for the save before; a run goes on without it."""
     try:
@@ -175,7 +197,9 @@ class TrainerPart(part.Part):
     step = self._trainer.version
     self.begin(f"step {step}")
     start_s = time.perf_counter()
+    self._underway = self._trainer.state()
     metrics = dict(self._trainer.train(groups))
+    self._underway = None
     trained_s = time.perf_counter()
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()
