@@ -70,7 +70,9 @@ class Recorder:
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
-    self._samples = (folder / "sampled.jsonl").open("a", encoding="utf-8")
+    path = folder / "sampled.jsonl"
+    self._last_sampled_step = metrics_lib.mend(path)
+    self._samples = path.open("a", encoding="utf-8")
 
   def start_clock(self) -> None:
     """Marks the beginning of what `seconds` counts beside earlier attempts."""
@@ -147,6 +149,8 @@ class Recorder:
       "completion_tokens": trajectory.completion.tolist(),
       "behavior_logprobs": trajectory.behavior_logprobs.tolist(),
     }
+    if step <= self._last_sampled_step:
+      line["resumed"] = True  # As in metrics.jsonl.
     self._samples.write(json.dumps(line) + "\n")
 
   def step(self, version: int, values: Mapping[str, float]) -> None:
