@@ -189,14 +189,19 @@ def _coordinator() -> config_dict.ConfigDict:
 
 def _trainer() -> config_dict.ConfigDict:
   trainer = config_dict.ConfigDict()
+  trainer.optimizer = "adamw"  # | "muon" | "adafactor"
   trainer.lr = 1e-4  # at its highest
   trainer.warmup_steps = 0  # updates from lr 0 to lr
-  trainer.schedule = "constant"  # of lr after warm-up; or "cosine", to 0
-  trainer.b1 = 0.9  # AdamW
+  # Of lr after warm-up; "linear" and "cosine" fall to 0.
+  trainer.schedule = "constant"
+  trainer.b1 = 0.9  # AdamW, and what muon leaves to it
   trainer.b2 = 0.999
   trainer.eps = 1e-8
+  trainer.momentum = 0.95  # muon, of the layers' matrices
   trainer.weight_decay = 0.0
   trainer.clip_norm = 1.0  # of the whole gradient
+  # Of a running average of the params, for dora_jax.export; 0 keeps none.
+  trainer.ema_decay = 0.0
   # "reinforce" | "ppo_clip" | "dual_clip" (LongCat's triplet clip) | "gspo" |
   # "cispo" | "aipo" | "vtrace" | "dppo_tv"; formulas in trainer/losses.py
   trainer.loss = "ppo_clip"

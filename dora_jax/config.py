@@ -29,7 +29,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "generator.dtype": ("float32", "bfloat16"),
   "generator.weights_dtype": ("same", "int8"),
   "generator.kv_dtype": ("same", "int8"),
-  "trainer.schedule": ("constant", "cosine"),
+  "trainer.optimizer": ("adamw", "muon", "adafactor"),
+  "trainer.schedule": ("constant", "linear", "cosine"),
 }
 # One name a line would take a page.
 # fmt: off
@@ -39,7 +40,8 @@ _FROM_ZERO = (
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
   "generator.top_k", "generator.repeated_tokens",
-  "trainer.warmup_steps", "trainer.weight_floor", "trainer.sequence_floor",
+  "trainer.warmup_steps", "trainer.momentum", "trainer.ema_decay",
+  "trainer.weight_floor", "trainer.sequence_floor",
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
@@ -61,6 +63,7 @@ _SHAPE_FROM_ONE = (
   "model.width", "model.mlp_width", "model.num_layers", "model.num_heads",
   "model.num_kv_heads", "model.head_width",
 )
+_BELOW_ONE = ("trainer.momentum", "trainer.ema_decay")
 _ABOVE_ZERO = (
   "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
   "coordinator.kv_pressure",
@@ -198,6 +201,9 @@ def _check_values(config: Config) -> None:
     # Said so that NaN fails too.
     if not _get(config, field) > 0:
       raise _wrong(config, field, "above 0")
+  for field in _BELOW_ONE:
+    if not _get(config, field) < 1:
+      raise _wrong(config, field, "below 1")
   rollout_groups(config)
   chunks_ahead(config)
 

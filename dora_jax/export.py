@@ -3,7 +3,8 @@
   python -m dora_jax.export --workdir=DIR --step=N --out=HF_DIR
 
 `transformers` loads the folder. Where the run began from one, its tokenizer and
-generation settings go along.
+generation settings go along. With --averaged it gets the running average of the
+params that config.trainer.ema_decay keeps.
 """
 
 import json
@@ -11,7 +12,6 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_dict
@@ -19,7 +19,7 @@ from ml_collections import config_dict
 from dora_jax import checkpoint
 from dora_jax.model import huggingface, transformer
 from dora_jax.runtime import pieces
-from dora_jax.trainer import train_state
+from dora_jax.trainer import train_state, trained
 
 
 def restore(
@@ -38,9 +38,15 @@ def restore(
   checkpoints = checkpoint.Checkpoints(
     workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
   )
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
+  )
   try:
     state, _ = checkpoints.restore(
-      step, _abstract_state(shape, pieces.make_optimizer(config))
+      step,
+      train_state.abstract_state(
+        trained.Policy(shape), mesh, pieces.make_optimizer(config)
+      ),
     )
   finally:
     checkpoints.close()
@@ -48,7 +54,12 @@ def restore(
 
 
 def export(
-  workdir: pathlib.Path, out: pathlib.Path, *, step: int | None, dtype: str
+  workdir: pathlib.Path,
+  out: pathlib.Path,
+  *,
+  step: int | None,
+  dtype: str,
+  averaged: bool,
 ) -> None:
   """Writes a version as a Hugging Face folder.
 
@@ -57,11 +68,23 @@ def export(
     out: made where it is missing.
     step: the version; None takes the newest.
     dtype: of the tensors, by torch's name.
+    averaged: whether the running average is written, not the params.
+
+  Raises:
+    FileNotFoundError: the workdir has no such checkpoint.
+    ValueError: the run kept no average.
   """
   config, shape = _read(workdir)
+  state = restore(workdir, step=step)
+  params = state.average if averaged else state.params
+  if params is None:
+    raise ValueError(
+      "The run kept no average of its params: config.trainer.ema_decay was "
+      f"{config.trainer.ema_decay} but must be above 0 for --averaged."
+    )
   huggingface.save_params(
     out,
-    restore(workdir, step=step).params,
+    params,
     shape,
     torch_dtype=dtype,
     source_folder=config.model.folder or None,
@@ -76,24 +99,6 @@ def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
   return config, pieces.make_model_config(config, pieces.make_tokenizer(config))
 
 
-def _abstract_state(
-  shape: transformer.ModelConfig, settings: train_state.OptimizerSettings
-) -> train_state.TrainState:
-  """What a checkpoint holds, to be restored onto one device."""
-  mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
-  )
-  params = transformer.abstract_params(shape, dtype=jnp.float32)
-  create = train_state.make_create(shape, mesh, settings)
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
-    ),
-    jax.eval_shape(create, params),
-    train_state.state_shardings(shape, mesh, settings),
-  )
-
-
 def main(argv: list[str]) -> None:
   """Exports what the flags name."""
   del argv
@@ -101,7 +106,13 @@ def main(argv: list[str]) -> None:
   if not given["verbosity"].present:
     logging.set_verbosity(logging.WARNING)
   out = pathlib.Path(given.out)
-  export(pathlib.Path(given.workdir), out, step=given.step, dtype=given.dtype)
+  export(
+    pathlib.Path(given.workdir),
+    out,
+    step=given.step,
+    dtype=given.dtype,
+    averaged=given.averaged,
+  )
   print(f"written to {out}")
 
 
@@ -113,6 +124,7 @@ def define_flags() -> None:
   flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the tensors."
   )
+  flags.DEFINE_bool("averaged", False, "Write the running average.")
 
 
 if __name__ == "__main__":

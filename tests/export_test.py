@@ -23,7 +23,7 @@ def folders(tmp_path_factory):
   )
   assert tiny.run(config, workdir) == 0
   out = workdir / "exported"
-  export.export(workdir, out, step=None, dtype="float32")
+  export.export(workdir, out, step=None, dtype="float32", averaged=False)
   return workdir, out
 
 
@@ -35,10 +35,16 @@ def test_what_is_exported_is_the_checkpoint(folders):
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+def test_an_average_that_was_not_kept_is_refused(folders, tmp_path):
+  workdir, _ = folders
+  with pytest.raises(ValueError, match=r"ema_decay was 0\.0"):
+    export.export(workdir, tmp_path, step=1, dtype="float32", averaged=True)
+
+
 def test_a_step_that_was_not_kept_is_named(folders, tmp_path):
   workdir, _ = folders
   with pytest.raises(FileNotFoundError, match=r"7"):
-    export.export(workdir, tmp_path, step=7, dtype="float32")
+    export.export(workdir, tmp_path, step=7, dtype="float32", averaged=False)
 
 
 @pytest.mark.parity

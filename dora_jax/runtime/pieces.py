@@ -25,8 +25,8 @@ from dora_jax.trainer import (
   advantages,
   checks,
   objective,
+  optimizers,
   shaping,
-  train_state,
   train_step,
 )
 
@@ -165,10 +165,11 @@ def make_stopping(config: Config) -> types.Stopping:
   )
 
 
-def make_optimizer(config: Config) -> train_state.OptimizerSettings:
+def make_optimizer(config: Config) -> optimizers.OptimizerSettings:
   """The optimizer of config.trainer."""
   trainer = config.trainer
-  return train_state.OptimizerSettings(
+  return optimizers.OptimizerSettings(
+    kind=trainer.optimizer,
     lr=trainer.lr,
     warmup_steps=trainer.warmup_steps,
     total_steps=config.coordinator.num_steps,
@@ -176,8 +177,10 @@ def make_optimizer(config: Config) -> train_state.OptimizerSettings:
     b1=trainer.b1,
     b2=trainer.b2,
     eps=trainer.eps,
+    momentum=trainer.momentum,
     weight_decay=trainer.weight_decay,
     clip_norm=trainer.clip_norm,
+    average_decay=trainer.ema_decay,
   )
 
 

@@ -20,12 +20,14 @@ from dora_jax.trainer import (
   checks,
   gradients,
   health,
+  optimizers,
   packing,
   recall,
   train_state,
 )
 from dora_jax.trainer import objective as objective_lib
 from dora_jax.trainer import shaping as shaping_lib
+from dora_jax.trainer import trained as trained_lib
 
 _Phase = Literal["policy", "supervised"]
 
@@ -53,7 +55,7 @@ class Trainer:
     config: transformer.ModelConfig,
     mesh: jax.sharding.Mesh,
     params: interfaces.Params,
-    optimizer: train_state.OptimizerSettings,
+    optimizer: optimizers.OptimizerSettings,
     supervised_lr: float,
     row_length: int,
     rows_per_batch: int,
@@ -108,10 +110,14 @@ class Trainer:
       remat=remat,
       hidden_sharding=hidden,
     )
-    self._optimizers: dict[_Phase, train_state.OptimizerSettings] = {
+    self._optimizers: dict[_Phase, optimizers.OptimizerSettings] = {
       "policy": optimizer,
       "supervised": dataclasses.replace(
-        optimizer, lr=supervised_lr, warmup_steps=0, schedule="constant"
+        optimizer,
+        lr=supervised_lr,
+        warmup_steps=0,
+        schedule="constant",
+        average_decay=0.0,
       ),
     }
     self._advantage = advantage
@@ -234,14 +240,16 @@ class Trainer:
       "policy": gradients.policy_loss,
       "supervised": gradients.supervised_loss,
     }[phase]
-    config, mesh = self._settings.config, self._mesh
-    create = train_state.make_create(config, mesh, settings)
-    _, shardings = train_state.param_layout(config, mesh)
+    trained, mesh = trained_lib.Policy(self._settings.config), self._mesh
+    create = train_state.make_create(trained, mesh, settings)
+    _, shardings = train_state.param_layout(trained, mesh)
     self._phase: _Phase = phase
     self._state = create(jax.device_put(params, shardings))
-    self._zeros = gradients.make_zeros(config, mesh)
-    self._accumulate = gradients.make_accumulate(loss, self._settings, mesh)
-    self._update = gradients.make_update(config, mesh, settings)
+    self._zeros = gradients.make_zeros(trained, mesh)
+    self._accumulate = gradients.make_accumulate(
+      loss, self._settings, trained, mesh
+    )
+    self._update = gradients.make_update(trained, mesh, settings)
 
   def _step(
     self, batches: Sequence[types.PackedBatch]
