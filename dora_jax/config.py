@@ -40,8 +40,9 @@ _FROM_ZERO = (
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
   "generator.top_k", "generator.repeated_tokens",
-  "trainer.warmup_steps", "trainer.momentum", "trainer.ema_decay",
-  "trainer.weight_floor", "trainer.sequence_floor",
+  "trainer.lora_rank", "trainer.warmup_steps", "trainer.momentum",
+  "trainer.ema_decay",
+  "trainer.weight_floor", "trainer.sequence_floor", "trainer.trace_decay",
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
@@ -55,7 +56,7 @@ _FROM_ONE = (
   "coordinator.prompts_per_batch", "coordinator.group_size",
   "coordinator.oversample", "coordinator.filter_patience",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
-  "trainer.pass_k", "trainer.overlong_buffer",
+  "trainer.pass_k", "trainer.overlong_buffer", "trainer.critic_updates",
   "evaluation.samples_per_prompt", "checkpoint.max_to_keep",
 )
 # Used where the shape is not a checkpoint's.
@@ -64,10 +65,12 @@ _SHAPE_FROM_ONE = (
   "model.num_kv_heads", "model.head_width",
 )
 _BELOW_ONE = ("trainer.momentum", "trainer.ema_decay")
+_AT_MOST_ONE = ("trainer.discount", "trainer.trace_decay")
 _ABOVE_ZERO = (
   "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
   "coordinator.kv_pressure",
-  "trainer.lr", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
+  "trainer.lr", "trainer.lora_alpha", "trainer.critic_lr", "trainer.discount",
+  "trainer.value_clip", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
   "trainer.clip_high", "trainer.clip_loss", "trainer.divergence",
   "trainer.weight_cap", "trainer.sequence_cap", "runtime.stall_s",
   "runtime.canary_tolerance",
@@ -204,6 +207,9 @@ def _check_values(config: Config) -> None:
   for field in _BELOW_ONE:
     if not _get(config, field) < 1:
       raise _wrong(config, field, "below 1")
+  for field in _AT_MOST_ONE:
+    if not _get(config, field) <= 1:
+      raise _wrong(config, field, "at most 1")
   rollout_groups(config)
   chunks_ahead(config)
 

@@ -7,11 +7,13 @@ generation settings go along. With --averaged it gets the running average of the
 params that config.trainer.ema_decay keeps.
 """
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_dict
@@ -19,7 +21,8 @@ from ml_collections import config_dict
 from dora_jax import checkpoint
 from dora_jax.model import huggingface, transformer
 from dora_jax.runtime import pieces
-from dora_jax.trainer import train_state, trained
+from dora_jax.trainer import gradients, train_state
+from dora_jax.trainer import trained as trained_lib
 
 
 def restore(
@@ -38,16 +41,8 @@ def restore(
   checkpoints = checkpoint.Checkpoints(
     workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
   )
-  mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
-  )
   try:
-    state, _ = checkpoints.restore(
-      step,
-      train_state.abstract_state(
-        trained.Policy(shape), mesh, pieces.make_optimizer(config)
-      ),
-    )
+    state, _ = checkpoints.restore(step, _abstract_state(config, shape))
   finally:
     checkpoints.close()
   return state
@@ -76,15 +71,18 @@ def export(
   """
   config, shape = _read(workdir)
   state = restore(workdir, step=step)
-  params = state.average if averaged else state.params
-  if params is None:
+  found = state.average if averaged else state.params
+  if found is None:
     raise ValueError(
       "The run kept no average of its params: config.trainer.ema_decay was "
       f"{config.trainer.ema_decay} but must be above 0 for --averaged."
     )
+  whole = gradients.make_whole(
+    pieces.make_trained(config, shape), _one_device()
+  )
   huggingface.save_params(
     out,
-    params,
+    whole(found, state.frozen),
     shape,
     torch_dtype=dtype,
     source_folder=config.model.folder or None,
@@ -97,6 +95,35 @@ def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
     json.loads((workdir / "config.json").read_text())
   )
   return config, pieces.make_model_config(config, pieces.make_tokenizer(config))
+
+
+def _one_device() -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(
+    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
+  )
+
+
+def _abstract_state(
+  config: Any, shape: transformer.ModelConfig
+) -> train_state.TrainState:
+  """What a checkpoint holds, to be restored onto one device."""
+  mesh, trained = _one_device(), pieces.make_trained(config, shape)
+  critic, frozen = pieces.make_critic(config), None
+  of_critic = critic and train_state.abstract_state(
+    trained_lib.Critic(shape), mesh, critic.optimizer
+  )
+  if trained.base is not None:
+    dtype = jnp.dtype(config.model.compute_dtype)
+    frozen = jax.tree.map(
+      lambda x, sharding: jax.ShapeDtypeStruct(
+        x.shape, dtype, sharding=sharding
+      ),
+      *train_state.param_layout(trained.base, mesh),
+    )
+  made = train_state.abstract_state(
+    trained, mesh, pieces.make_optimizer(config)
+  )
+  return dataclasses.replace(made, critic=of_critic, frozen=frozen)
 
 
 def main(argv: list[str]) -> None:

@@ -111,6 +111,7 @@ def main(argv: list[str]) -> int:
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    pieces.make_adapters(config)
     if follow:
       following.open_record(config, workdir, follow)
   except (ValueError, FileNotFoundError) as error:

@@ -24,10 +24,13 @@ from dora_jax.tasks import prompts, sources, templates, tokenizers
 from dora_jax.trainer import (
   advantages,
   checks,
+  critic,
+  lora,
   objective,
   optimizers,
   shaping,
   train_step,
+  trained,
 )
 
 Config = Any
@@ -223,7 +226,54 @@ def make_advantage(config: Config) -> advantages.Settings:
     per_version=config.trainer.advantage_per_version,
   )
   advantages.check(made, group_size=config.coordinator.group_size)
+  checks.check_advantage(config.trainer.advantage, loss=config.trainer.loss)
   return made
+
+
+def make_critic(config: Config) -> critic.Settings | None:
+  """The critic of config.trainer; None where the advantage needs none."""
+  trainer = config.trainer
+  if trainer.advantage not in advantages.BY_CRITIC:
+    return None
+  return critic.Settings(
+    kind=trainer.advantage,
+    discount=trainer.discount,
+    trace_decay=trainer.trace_decay,
+    weight_cap=trainer.weight_cap,
+    value_clip=trainer.value_clip,
+    num_updates=trainer.critic_updates,
+    optimizer=dataclasses.replace(
+      make_optimizer(config),
+      lr=trainer.critic_lr,
+      total_steps=config.coordinator.num_steps * trainer.critic_updates,
+      average_decay=0.0,
+    ),
+  )
+
+
+def make_adapters(config: Config) -> lora.Settings | None:
+  """The adapters of config.trainer; None where all params are trained."""
+  trainer = config.trainer
+  if not trainer.lora_rank:
+    return None
+  made = lora.Settings(
+    rank=trainer.lora_rank,
+    alpha=trainer.lora_alpha,
+    targets=tuple(trainer.lora_targets),
+    seed=config.seed,
+  )
+  lora.check(made)
+  return made
+
+
+def make_trained(
+  config: Config, shape: transformer.ModelConfig
+) -> trained.Trained:
+  """What the policy's optimizer trains."""
+  adapters = make_adapters(config)
+  if adapters is None:
+    return trained.Policy(shape)
+  return lora.Adapters(shape, adapters)
 
 
 def _truncates_sampling(config: Config) -> bool:
@@ -252,6 +302,8 @@ def make_trainer(
     rows_per_batch=trainer.rows_per_batch,
     objective=make_objective(config),
     advantage=make_advantage(config),
+    critic=make_critic(config),
+    adapters=make_adapters(config),
     shaping=shaping.Shaping(
       weights=trainer.reward_weights.to_dict(),
       overlong_penalty=trainer.overlong_penalty,

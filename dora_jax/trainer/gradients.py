@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.model import transformer
+from dora_jax.model import adapted, transformer
 from dora_jax.trainer import (
   aggregation,
   logprobs,
@@ -93,7 +93,8 @@ class LossSettings:
   hidden_sharding: jax.sharding.Sharding | None
 
 
-Loss = Callable[..., tuple[Float[jax.Array, ""], TokenStats]]
+# What it tells besides the loss is its own; of tokens, TokenStats.
+Loss = Callable[..., tuple[Float[jax.Array, ""], Any]]
 
 
 def put_batch(
@@ -231,15 +232,18 @@ def make_accumulate(
   trained: trained_lib.Trained,
   mesh: jax.sharding.Mesh,
 ) -> Callable:
-  """Jits (params, sum, batch, denominator) -> (sum, loss, TokenStats).
+  """Jits (params, frozen, sum, batch, denominator) -> (sum, loss, stats).
 
-  The sum of gradients, float32 and sharded as the params, is donated.
+  The sum of gradients, float32 and sharded as the params, is donated. What the
+  stats are is the loss's.
   """
 
-  def accumulate(params, gradients, batch, denominator):
-    (value, stats), new = jax.value_and_grad(loss, has_aux=True)(
-      params, batch, denominator, settings=settings
-    )
+  def accumulate(params, frozen, gradients, batch, denominator):
+    def loss_of(params):
+      whole = trained.whole(params, frozen)
+      return loss(whole, batch, denominator, settings=settings)
+
+    (value, stats), new = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, gradients, new), value, stats
 
   _, shardings = train_state.param_layout(trained, mesh)
@@ -247,7 +251,7 @@ def make_accumulate(
   replicated = jax.NamedSharding(mesh, jax.P())
   return jax.jit(
     accumulate,
-    donate_argnums=1,
+    donate_argnums=2,
     out_shardings=(shardings, replicated, replicated),
   )
 
@@ -263,6 +267,25 @@ def make_zeros(
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
   return jax.jit(zeros, out_shardings=shardings)
+
+
+@functools.lru_cache
+def make_whole(
+  trained: trained_lib.Trained, mesh: jax.sharding.Mesh
+) -> Callable[[interfaces.Params, interfaces.Params | None], interfaces.Params]:
+  """(params, frozen) -> the params of the model in float32, without adapters.
+
+  Where nothing is frozen they are those that are given.
+  """
+  if trained.base is None:
+    return lambda params, frozen: params
+  _, shardings = train_state.param_layout(trained.base, mesh)
+
+  def merge(params, frozen):
+    frozen = jax.tree.map(lambda x: x.astype(jnp.float32), frozen)
+    return adapted.merge_layers(trained.whole(params, frozen))
+
+  return jax.jit(merge, out_shardings=shardings)
 
 
 @functools.lru_cache

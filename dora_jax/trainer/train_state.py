@@ -28,12 +28,17 @@ class TrainState:
     opt_state: of optax; its moments are sharded as the params are.
     step: int32 scalar, the number of optimizer updates behind the params.
     average: running average of the params in float32; None where none is kept.
+    critic: the TrainState of the critic in a checkpoint; None where there is
+      none, and in what an update is given.
+    frozen: params that are not trained, in the compute dtype; likewise.
   """
 
   params: interfaces.Params
   opt_state: Any
   step: Any
   average: interfaces.Params | None
+  critic: Any = None
+  frozen: interfaces.Params | None = None
 
 
 @functools.lru_cache

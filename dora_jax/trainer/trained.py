@@ -27,6 +27,11 @@ class MatrixAxes:
 class Trained(Protocol):
   """Describes params that are trained; hashable, for functions are cached."""
 
+  @property
+  def base(self) -> "Policy | None":
+    """Describes what is frozen; None where all is trained."""
+    ...
+
   def shapes(self) -> interfaces.Params:
     """A jax.ShapeDtypeStruct in float32 for each array."""
     ...
@@ -58,6 +63,7 @@ class Policy:
   """
 
   config: transformer.ModelConfig
+  base = None
 
   def shapes(self) -> interfaces.Params:
     """See Trained."""
@@ -91,3 +97,47 @@ def _matrix_axes(name: str, num_axes: int) -> MatrixAxes | None:
     summed=tuple(range(1, first_output)),
     output=tuple(range(first_output, num_axes)),
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+  """A critic: a policy's layers as "trunk" and a linear head, "value".
+
+  Attributes:
+    config: of the policy.
+  """
+
+  config: transformer.ModelConfig
+  base = None
+
+  def shapes(self) -> interfaces.Params:
+    """See Trained."""
+    value = jax.ShapeDtypeStruct((self.config.width,), jnp.float32)
+    return {"trunk": self._trunk.shapes(), "value": value}
+
+  def logical_axes(self) -> interfaces.Params:
+    """See Trained."""
+    return {"trunk": self._trunk.logical_axes(), "value": ("embed",)}
+
+  def matrix_axes(self) -> interfaces.Params:
+    """See Trained."""
+    return {"trunk": self._trunk.matrix_axes(), "value": None}
+
+  def whole(self, params: Any, frozen: Any) -> interfaces.Params:
+    """See Trained."""
+    del frozen
+    return params
+
+  def start(self, params: interfaces.Params) -> interfaces.Params:
+    """A critic's params from a policy's: its values are 0."""
+    trunk = {name: params[name] for name in self._trunk.shapes()}
+    return {"trunk": trunk, "value": jnp.zeros(self.config.width)}
+
+  @property
+  def _trunk(self) -> Policy:
+    return Policy(trunk_config(self.config))
+
+
+def trunk_config(config: transformer.ModelConfig) -> transformer.ModelConfig:
+  """The model's shape without an output head of its own."""
+  return dataclasses.replace(config, tied_head=True)

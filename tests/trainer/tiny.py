@@ -124,6 +124,8 @@ def make_trainer(**changes) -> train_step.Trainer:
     "rows_per_batch": 4,
     "objective": OBJECTIVE,
     "advantage": ADVANTAGE,
+    "critic": None,
+    "adapters": None,
     "shaping": SHAPING,
     "recomputes_logprobs": False,
     "max_staleness": 2,
