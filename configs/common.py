@@ -177,6 +177,11 @@ def _coordinator() -> config_dict.ConfigDict:
   # groups dropped in a row the run ends.
   coordinator.filter_groups = False
   coordinator.filter_patience = 20
+  # Trained groups that a step takes again, for each new one; the batch grows by
+  # them. They too are max_staleness versions old at most, and no group is in
+  # more than max_uses steps.
+  coordinator.reuse_ratio = 0.0
+  coordinator.max_uses = 2
   # Algorithm 1, which shares generators out among versions; dora alone uses it.
   coordinator.repartition = True  # False: a generator changes only when empty
   coordinator.moves = True  # carry live requests away from one that changes

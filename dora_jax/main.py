@@ -112,6 +112,7 @@ def main(argv: list[str]) -> int:
     pieces.make_objective(config)
     pieces.make_advantage(config)
     pieces.make_adapters(config)
+    pieces.make_reuse(config)
     if follow:
       following.open_record(config, workdir, follow)
   except (ValueError, FileNotFoundError) as error:

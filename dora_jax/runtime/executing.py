@@ -128,11 +128,13 @@ class Executor:
     self._stopping = stopping
     self._completion_limit = completion_limit
     self._groups: dict[int, _GroupData] = {}
+    # That a later step may train on once more.
+    self._trained: dict[int, types.Group] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
-    """Gives the orders that a command needs; returns the batch of a Train."""
+    """Gives the orders that a command needs; of a Train, returns new groups."""
     match command:
       case ev.Load():
         self._load(command)
@@ -158,7 +160,10 @@ class Executor:
         self.send_score(ROLLOUT, data.prompt, data.trajectories[command.member])
       case ev.Train():
         batch = [self._groups.pop(g).group(g) for g in command.group_ids]
-        self._parts.trainer.send(batch)
+        reused = [self._trained[g] for g in command.reused_ids]
+        self._trained |= {group.group_id: group for group in batch}
+        self._trained = {g: self._trained[g] for g in command.kept_ids}
+        self._parts.trainer.send(batch + reused)
         return batch
       case ev.Restart():
         data = self._groups[command.group_id]
@@ -171,6 +176,7 @@ class Executor:
         self._store.release(command.version, holder="coordinator")
       case ev.Stop():
         self._groups.clear()
+        self._trained.clear()
     return None
 
   def keep_trajectory(self, trajectory: types.Trajectory) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dora_jax import config as config_lib
 from dora_jax import interfaces, types
-from dora_jax.coordinator import balance
+from dora_jax.coordinator import balance, reuse
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import base, registry
 from dora_jax.generator import budget, pages
@@ -446,6 +446,33 @@ def make_coordinator(
     max_filtered=coordinator.filter_patience * coordinator.prompts_per_batch
     if coordinator.filter_groups
     else None,
+    reuse=make_reuse(config),
+  )
+
+
+def make_reuse(config: Config) -> reuse.Settings:
+  """What config.coordinator has steps take again.
+
+  Raises:
+    ValueError: nothing could ever be taken again.
+  """
+  coordinator = config.coordinator
+  if not coordinator.reuse_ratio:
+    return reuse.NOTHING
+  bound = make_schedule(config).max_staleness
+  if not bound or coordinator.max_uses < 2:
+    raise ValueError(
+      f"config.coordinator.reuse_ratio is {coordinator.reuse_ratio}, but "
+      f"trajectories may be {bound} versions old and config.coordinator."
+      f"max_uses is {coordinator.max_uses}: what is taken again is 1 version "
+      "old at least, so set max_staleness to 1 or more and max_uses to 2 or "
+      "more, or reuse_ratio to 0."
+    )
+  return reuse.Settings(
+    groups_per_step=round(
+      coordinator.reuse_ratio * coordinator.prompts_per_batch
+    ),
+    max_uses=coordinator.max_uses,
   )
 
 

@@ -5,10 +5,12 @@ from outside. So each stream of events that can reach a coordinator is some
 sequence of choices, and an empty list before the end is a deadlock.
 """
 
+import collections
 import dataclasses
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base, registry
 
 # Of the balance settings; a test overrides what it is about.
@@ -58,6 +60,7 @@ class World:
     solves=lambda group_id, member: None,
     max_filtered: int | None = None,
     move_fails=lambda: False,
+    reuse=reuse_lib.NOTHING,
   ):
     made = registry.create(
       schedule,
@@ -81,7 +84,11 @@ class World:
       prompts_per_batch=prompts_per_batch,
       num_steps=num_steps,
       max_filtered=max_filtered,
+      reuse=reuse,
     )
+    self.reuse = reuse
+    self.reused: list[tuple[int, ...]] = []
+    self.kept: set[int] = set()
     self.fails = fails
     self.solves = solves
     self.filters = max_filtered is not None
@@ -369,5 +376,18 @@ class World:
       assert all((group_id, m) in self.done for m in range(self.group_size))
       lag = command.step - self.versions[group_id]
       assert 0 <= lag <= self.max_staleness
+    # Only what was kept can be taken again, and what is kept may be.
+    assert self.kept >= {*command.reused_ids}
+    assert len(command.reused_ids) <= self.reuse.groups_per_step
+    for group_id in command.reused_ids:
+      assert group_id in trained
+      assert 1 <= command.step - self.versions[group_id] <= self.max_staleness
     self.batches.append(command.group_ids)
+    self.reused.append(command.reused_ids)
+    uses = collections.Counter(
+      g for batch in self.batches + self.reused for g in batch
+    )
+    assert max(uses.values()) <= self.reuse.max_uses
+    assert {*command.kept_ids} <= self.kept | {*command.group_ids}
+    self.kept = {*command.kept_ids}
     self.pending.append(ev.StepDone(version=command.step + 1))
