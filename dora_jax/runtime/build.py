@@ -26,6 +26,8 @@ from dora_jax.runtime import (
   pieces,
   record,
   recorder,
+  resuming,
+  saving,
   scoring,
   served_form,
   training,
@@ -50,6 +52,7 @@ class Run:
   generator_parts: Sequence[generating.GeneratorPart]
   task: prompts.PromptTask
   results: recorder.Recorder
+  saver: saving.Saver
 
 
 @contextlib.contextmanager
@@ -74,12 +77,13 @@ def build(
   if follow is not None:
     # Before anything is written, for it may be the record's own workdir.
     gate = following.open_record(config, workdir, follow)
+  found = resuming.find(config, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
-    yield _build(config, workdir, stack, gate, completion_limit)
+    yield _build(config, workdir, stack, gate, found, completion_limit)
 
 
 def _build(
@@ -87,6 +91,7 @@ def _build(
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   gate: record.ReplayGate | None,
+  found: resuming.Found | None,
   completion_limit: executing.CompletionLimit | None,
 ) -> Run:
   tokenizer = pieces.make_tokenizer(config)
@@ -110,7 +115,9 @@ def _build(
   timeline = trace.Trace(workdir / "trace.json")
   stack.callback(timeline.close)
   checkpoints = checkpoint.Checkpoints(
-    workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
+    workdir / resuming.FOLDER,
+    max_to_keep=config.checkpoint.max_to_keep,
+    keep_every_steps=config.checkpoint.keep_every_steps,
   )
   stack.callback(checkpoints.close)
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -130,7 +137,6 @@ def _build(
     store=store,
     canary=canary,
     checkpoints=checkpoints,
-    save_every_steps=config.checkpoint.every_steps,
     publishes_rounded=form.is_rounded
     or jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
@@ -154,7 +160,9 @@ def _build(
   generator_parts = list(dict.fromkeys(parts.generators.values()))
   coordinator = pieces.make_coordinator(config, shape)
   events = record.EventWriter(
-    workdir / record.FILE_NAME, following.header(config)
+    workdir / record.FILE_NAME,
+    following.header(config),
+    num_kept=found.extras["num_events"] if found else None,
   )
   stack.callback(events.close)
   results = recorder.Recorder(
@@ -188,23 +196,41 @@ def _build(
       orders.UnloadOrder(generator_id=parts.evaluation_id)
     ),
   )
+  executor = executing.Executor(
+    task=task,
+    tokenizer=tokenizer,
+    parts=parts,
+    store=store,
+    sampling=pieces.make_sampling(config),
+    stopping=stopping,
+    completion_limit=completion_limit,
+  )
+  saver = saving.Saver(
+    found=found,
+    every_steps=config.checkpoint.every_steps,
+    config=following.header(config),
+    coordinator=coordinator,
+    task=task,
+    executor=executor,
+    evaluator=evaluator,
+    results=results,
+    events=events,
+    store=store,
+    canary=canary,
+    trainer=trainer,
+    trainer_part=trainer_part,
+    checkpoints=checkpoints,
+  )
   runtime = local.LocalRuntime(
     coordinator=coordinator,
     task=task,
     parts=parts,
-    executor=executing.Executor(
-      task=task,
-      tokenizer=tokenizer,
-      parts=parts,
-      store=store,
-      sampling=pieces.make_sampling(config),
-      stopping=stopping,
-      completion_limit=completion_limit,
-    ),
+    executor=executor,
     inbox=inbox,
     evaluator=evaluator,
     evaluate_every_steps=config.evaluation.every_steps,
     results=results,
+    saver=saver,
     events=events,
     gate=gate,
     workdir=workdir,
@@ -219,6 +245,7 @@ def _build(
     generator_parts=generator_parts,
     task=task,
     results=results,
+    saver=saver,
   )
 
 

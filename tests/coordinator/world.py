@@ -7,6 +7,7 @@ sequence of choices, and an empty list before the end is a deadlock.
 
 import collections
 import dataclasses
+from typing import Any
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
@@ -62,23 +63,15 @@ class World:
     move_fails=lambda: False,
     reuse=reuse_lib.NOTHING,
   ):
-    made = registry.create(
-      schedule,
-      base.Options(
-        max_staleness=max_staleness,
-        prompts_per_batch=prompts_per_batch,
-        rollout_groups=rollout_groups,
-        oversample=1.5,
-        evict=evict,
-      ),
+    options = base.Options(
+      max_staleness=max_staleness,
+      prompts_per_batch=prompts_per_batch,
+      rollout_groups=rollout_groups,
+      oversample=1.5,
+      evict=evict,
     )
-    self.max_staleness = made.max_staleness
-    self.may_mix = made.mixes_versions
-    self.is_bounded = schedule in ("dora", "partial_rollout")
-    self.group_size = group_size
-    self.prompts_per_batch = prompts_per_batch
-    self.coordinator = coordinator.Coordinator(
-      schedule=made,
+    self.make_coordinator = lambda: coordinator.Coordinator(
+      schedule=registry.create(schedule, options),
       balance_settings=balance.Settings(**{**SETTINGS, **(settings or {})}),
       group_size=group_size,
       prompts_per_batch=prompts_per_batch,
@@ -86,6 +79,13 @@ class World:
       max_filtered=max_filtered,
       reuse=reuse,
     )
+    self.coordinator: Any = self.make_coordinator()
+    made = self.coordinator.schedule
+    self.max_staleness = made.max_staleness
+    self.may_mix = made.mixes_versions
+    self.is_bounded = schedule in ("dora", "partial_rollout")
+    self.group_size = group_size
+    self.prompts_per_batch = prompts_per_batch
     self.reuse = reuse
     self.reused: list[tuple[int, ...]] = []
     self.kept: set[int] = set()
