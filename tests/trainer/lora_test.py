@@ -100,7 +100,7 @@ def test_gradients_are_those_through_the_merged_weights():
 
 
 def test_training_moves_adapters_alone():
-  trainer = tiny.make_trainer(mesh=tiny.make_mesh(2, 2), adapters=_SETTINGS)
+  trainer = tiny.make_trainer(adapters=_SETTINGS)
   trainer.train(tiny.make_groups())
   state = trainer.state()
   _assert_trees(state.frozen, tiny.make_params(), rtol=0, atol=0)
@@ -115,7 +115,6 @@ def test_training_moves_adapters_alone():
   np.testing.assert_array_equal(found["embed"], before["embed"])
   # What is restored goes on as what was saved.
   other = tiny.make_trainer(
-    mesh=tiny.make_mesh(2, 2),
     adapters=_SETTINGS,
     params=tiny.make_params(seed=9),
   )

@@ -117,8 +117,10 @@ def test_masked_positions_have_no_influence():
 
 @pytest.mark.parametrize(
   "correction, kl",
-  itertools.zip_longest(
-    ratios.CORRECTIONS, regularizers.ESTIMATES, fillvalue="k3"
+  list(
+    itertools.zip_longest(
+      ratios.CORRECTIONS, regularizers.ESTIMATES, fillvalue="k3"
+    )
   ),
 )
 def test_log_ratios_without_measure_stay_finite(correction, kl):
