@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base
 
 
@@ -13,9 +14,17 @@ class Stepping:
   Attributes:
     wait_s: seconds in which the trainer stood idle, by cause: "data", or
       "straggler" where R1 alone held back a batch that was there.
+    reuse: what steps take again.
   """
 
-  def __init__(self, schedule: base.Schedule, view: base.View):
+  def __init__(
+    self,
+    schedule: base.Schedule,
+    view: base.View,
+    reuse: reuse_lib.Settings,
+  ):
+    """Starts before the first step."""
+    self.reuse = reuse_lib.Reuse(reuse, max_staleness=schedule.max_staleness)
     self._schedule = schedule
     self._view = view
     self._idle_since_s: float | None = None
@@ -32,6 +41,7 @@ class Stepping:
       "step_started_s": self._step_started_s,
       "step_s": self._step_s,
       "wait_s": dict(self.wait_s),
+      "reused_lags": sorted(self.reuse.lag_counts.items()),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -41,6 +51,7 @@ class Stepping:
     self._step_started_s = state["step_started_s"]
     self._step_s = state["step_s"]
     self.wait_s = dict(state["wait_s"])
+    self.reuse.lag_counts.update(dict(state["reused_lags"]))
 
   def resume(self) -> list[ev.Command]:
     """Asks again for the step that was under way, if one was."""
@@ -76,7 +87,14 @@ class Stepping:
     self._schedule.step_started(
       view, waited_s=now_s - idle_since_s, step_s=self._step_s
     )
-    return ev.Train(step=step, group_ids=tuple(group_ids))
+    reused_ids = self.reuse.take(step)
+    self.reuse.remember(ledger.in_batch)
+    return ev.Train(
+      step=step,
+      group_ids=tuple(group_ids),
+      reused_ids=reused_ids,
+      kept_ids=self.reuse.kept(step),
+    )
 
   def is_held(self) -> bool:
     """Whether the trainer waits although there are groups for a batch."""

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from dora_jax import interfaces
-from dora_jax.model import attention, declare, int8, norm, rope
+from dora_jax.model import adapted, attention, declare, int8, norm, rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,8 +199,9 @@ class Transformer(nnx.Module):
     def apply_block(carry, layer_and_state):
       hidden_BTD, kv = carry
       layer, state = layer_and_state
-      # Here, so that no more than a layer of rounded weights is ever expanded.
-      block = nnx.merge(block_def, int8.dequantize(state))
+      # Here, so that no more than a layer of rounded or adapted weights is ever
+      # expanded.
+      block = nnx.merge(block_def, adapted.merge(int8.dequantize(state)))
       hidden_BTD, kv = block(hidden_BTD, positions_BT, attend, kv, layer)
       return (constrain(hidden_BTD), kv), None
 

@@ -141,6 +141,8 @@ class Executor:
     self._groups: dict[int, GroupData] = {}
     # Those of the last Train.
     self._batch: dict[int, GroupData] = {}
+    # That a later step may train on once more.
+    self._trained: dict[int, types.Group] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
     # Those of them whose requests are packed and sent on.
@@ -175,7 +177,7 @@ class Executor:
     return ended
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
-    """Gives the orders that a command needs; returns the batch of a Train."""
+    """Gives the orders that a command needs; of a Train, returns new groups."""
     match command:
       case ev.Load():
         self._load(command)
@@ -202,7 +204,10 @@ class Executor:
       case ev.Train():
         self._batch = {g: self._groups.pop(g) for g in command.group_ids}
         batch = [data.group(g) for g, data in self._batch.items()]
-        self._parts.trainer.send(batch)
+        reused = [self._trained[g] for g in command.reused_ids]
+        self._trained |= {group.group_id: group for group in batch}
+        self._trained = {g: self._trained[g] for g in command.kept_ids}
+        self._parts.trainer.send(batch + reused)
         return batch
       case ev.Restart():
         data = self._groups[command.group_id]
