@@ -156,10 +156,14 @@ class TrainerPart(part.Part):
 
     A step gives the arrays that it sets out from away. For when it has ended.
     """
-    state = self._trainer.state()
-    is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    is_between_steps = self._underway is None or self._underway is state
-    if self.is_alive() or not (is_whole and is_between_steps):
+    if self.is_alive():
+      return None
+    leaves = jax.tree.leaves(self._trainer.state())
+    is_whole = not any(leaf.is_deleted() for leaf in leaves)
+    is_between_steps = self._underway is None or (
+      list(map(id, leaves)) == list(map(id, jax.tree.leaves(self._underway)))
+    )
+    if not (is_whole and is_between_steps):
       return None
     return self._trainer.version
 
