@@ -24,6 +24,7 @@ from dora_jax.trainer import (
   objective,
   train_state,
 )
+from dora_jax.trainer.attention import base
 
 # Fields of a PackedBatch that the loss reads; the rest stays on the host.
 _FIELDS = (
@@ -76,6 +77,7 @@ class LossSettings:
     config: of the model.
     objective: of the policy.
     temperature: at which the generator samples.
+    attention: within the segments of a row.
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
     remat: see logprobs.token_logprobs.
@@ -85,6 +87,7 @@ class LossSettings:
   config: transformer.ModelConfig
   objective: objective.Objective
   temperature: float
+  attention: base.SegmentAttention
   compute_dtype: Any
   logprob_chunk: int
   remat: bool
@@ -114,13 +117,14 @@ def score(
   learns_entropy: bool,
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
   """Log-probabilities and entropies of a micro-batch's tokens."""
-  params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
   return logprobs.token_logprobs(
     params,
     settings.config,
     batch["tokens"],
     batch["positions"],
     batch["segment_ids"],
+    attend=settings.attention.attend,
+    dtype=settings.compute_dtype,
     temperature=temperature,
     learns_entropy=learns_entropy,
     remat=settings.remat,

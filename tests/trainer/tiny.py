@@ -16,6 +16,7 @@ from dora_jax.trainer import (
   train_state,
   train_step,
 )
+from dora_jax.trainer.attention import xla
 
 CONFIG = transformer.ModelConfig(
   vocab_size=16,
@@ -122,6 +123,7 @@ def make_trainer(**changes) -> train_step.Trainer:
     "recomputes_logprobs": False,
     "max_staleness": 2,
     "temperature": 1.0,
+    "attention": xla.XlaAttention(),
     "compute_dtype": jnp.float32,
     "logprob_chunk": 8,
     "remat": False,
