@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Float
 
@@ -27,15 +28,15 @@ from dora_jax.trainer import (
 from dora_jax.trainer.attention import base
 
 # Fields of a PackedBatch that the loss reads; the rest stays on the host.
-_FIELDS = (
-  "tokens",
-  "positions",
-  "segment_ids",
-  "loss_mask",
-  "advantages",
-  "behavior_logprobs",
-  "lags",
-)
+FIELDS = {
+  "tokens": np.int32,
+  "positions": np.int32,
+  "segment_ids": np.int32,
+  "loss_mask": np.float32,
+  "advantages": np.float32,
+  "behavior_logprobs": np.float32,
+  "lags": np.int32,
+}
 
 DeviceBatch = Mapping[str, jax.Array]
 
@@ -104,7 +105,7 @@ def put_batch(
 
   An objective may need "recomputed_logprobs" and "ref_logprobs" besides.
   """
-  arrays = {field: getattr(batch, field) for field in _FIELDS}
+  arrays = {field: getattr(batch, field) for field in FIELDS}
   return jax.device_put(arrays, sharding)
 
 
