@@ -1,4 +1,4 @@
-"""A train step for TPUs, compiled without a TPU: needs libtpu, not the chips."""
+"""A train step compiled for TPUs without one: needs libtpu, not the chips."""
 
 import importlib.util
 import json
