@@ -98,6 +98,8 @@ def _task() -> config_dict.ConfigDict:
   task.reward_params = config_dict.ConfigDict()  # of the reward; open
   task.reward_workers = 1  # processes
   task.reward_timeout_s = 10.0  # of one score, from when a worker begins it
+  # More tries for a completion without a reward, before it is quarantined.
+  task.reward_retries = 1
   return task
 
 
@@ -256,13 +258,17 @@ def _evaluation() -> config_dict.ConfigDict:
 
 def _checkpoint() -> config_dict.ConfigDict:
   checkpoint = config_dict.ConfigDict()
-  checkpoint.every_steps = 0  # 0 = only at the end
-  checkpoint.max_to_keep = 2
+  checkpoint.every_steps = 0  # 0 = only at the end, and on SIGTERM or Ctrl-C
+  checkpoint.max_to_keep = 2  # the newest; older ones are deleted
+  checkpoint.keep_every_steps = 0  # but never those of such steps; 0 = none
+  # Go on with the run in the workdir; False refuses a workdir that holds one.
+  checkpoint.resume = True
   return checkpoint
 
 
 def _runtime() -> config_dict.ConfigDict:
   runtime = config_dict.ConfigDict()
   runtime.stall_s = 60.0  # a wait beyond it is reported
+  runtime.give_up_s = 0.0  # and one beyond this ends the run; 0 = never
   runtime.canary_tolerance = 1e-2  # nats a token, trainer against generator
   return runtime

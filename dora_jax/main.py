@@ -4,12 +4,16 @@
 
 Any field of the config can be set on the way: --config.trainer.lr=1e-6. With
 --replay=OTHER/events.jsonl.gz the run repeats the decisions of another one of
-the same config, and on CPU ends with the same params, bit for bit. The exit
-status is 0 where the run ended as it should and every promise held, 1
-where one was broken or a part failed, 2 where the config cannot be run, and 130
-after Ctrl-C.
+the same config, and on CPU ends with the same params, bit for bit.
+
+The same command in the same workdir goes on with the run that is there, from
+its newest complete checkpoint. Ctrl-C and SIGTERM end a run in order: the step
+being made is finished, and everything saved.
+
+What an exit status and a message mean is in docs/operations.md.
 """
 
+import os
 import pathlib
 import re
 import shlex
@@ -21,13 +25,26 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from dora_jax import checkpoint
 from dora_jax import config as config_lib
-from dora_jax.runtime import build, cold_start, following, local, pieces
+from dora_jax.runtime import (
+  build,
+  cold_start,
+  following,
+  local,
+  part,
+  pieces,
+  resuming,
+  watchdog,
+)
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_NOTHING_LEARNT = 3
+EXIT_STALLED = 4
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+_EXIT_SIGNALS = {"sigint": EXIT_INTERRUPTED, "sigterm": EXIT_TERMINATED}
 
 
 def run(
@@ -44,36 +61,37 @@ def run(
     workdir: folder for all that is made.
     command: that makes the run, for its summary.
     follow: events.jsonl.gz of another run of this config, to be repeated.
+
+  Raises:
+    local.PartFailed: it could not go on; what was good is saved.
+    watchdog.GaveUp: nothing has gone on for long; likewise.
   """
   start_s = time.perf_counter()
   with build.build(config, workdir, follow=follow) as made:
-    if config.cold_start.steps:
-      cold_start.cold_start(
-        made.trainer,
-        made.task.worked_examples(
-          prefix=config.cold_start.prefix,
-          wrong_share=config.cold_start.wrong_share,
-          seed=config.seed,
-        ),
-        num_steps=config.cold_start.steps,
-        batch_size=config.cold_start.batch_size,
-        seed=config.seed,
-        note=made.results.note,
-      )
-    made.trainer_part.publish()
-    if config.checkpoint.every_steps:
-      made.trainer_part.save()
+    if made.saver.found is not None:
+      made.runtime.resume()
+    else:
+      _begin(config, made)
     ready_s = time.perf_counter()
     made.results.note(f"ready after {ready_s - start_s:.1f} s")
-    reason = made.runtime.run()
-    made.trainer_part.save()
+    try:
+      reason = made.runtime.run()
+    except (local.PartFailed, watchdog.GaveUp):
+      logging.error("%s", made.runtime.save_last_good())
+      made.results.summarise(
+        extra={"seconds_before": ready_s - start_s}, command=command
+      )
+      raise
+    failed = _save(made)
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
+  if failed:
+    logging.error("What the run has made last is not saved. %s", failed)
   for sentence in broken:
     logging.error("A promise was broken: %s", sentence)
-  if reason == "sigint":
-    return EXIT_INTERRUPTED
+  if reason in _EXIT_SIGNALS:
+    return EXIT_BROKEN if failed else _EXIT_SIGNALS[reason]
   if reason == "data_exhausted":
     logging.info("The data ended before config.coordinator.num_steps.")
   if reason == "nothing_to_learn":
@@ -85,7 +103,37 @@ def run(
       config.coordinator.filter_patience * config.coordinator.prompts_per_batch,
     )
     return EXIT_NOTHING_LEARNT
-  return EXIT_BROKEN if broken else 0
+  return EXIT_BROKEN if broken or failed else 0
+
+
+def _begin(config: Any, made: build.Run) -> None:
+  """Makes version 0."""
+  if config.cold_start.steps:
+    cold_start.cold_start(
+      made.trainer,
+      made.task.worked_examples(
+        prefix=config.cold_start.prefix,
+        wrong_share=config.cold_start.wrong_share,
+        seed=config.seed,
+      ),
+      num_steps=config.cold_start.steps,
+      batch_size=config.cold_start.batch_size,
+      seed=config.seed,
+      note=made.results.note,
+    )
+  made.trainer_part.publish()
+  if config.checkpoint.every_steps:
+    made.runtime.save()
+
+
+def _save(made: build.Run) -> str:
+  """Saves what a run has ended with; says what went wrong, if anything."""
+  try:
+    made.runtime.save()
+    made.saver.checkpoints.wait()
+  except checkpoint.SaveFailed as error:
+    return str(error)
+  return ""
 
 
 def prepare_devices(config: Any) -> None:
@@ -113,15 +161,34 @@ def main(argv: list[str]) -> int:
     pieces.make_advantage(config)
     if follow:
       following.open_record(config, workdir, follow)
+    resuming.find(config, workdir)
   except (ValueError, FileNotFoundError) as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
-    return run(config, workdir, command=command, follow=follow)
+    status = run(config, workdir, command=command, follow=follow)
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
-    return EXIT_BROKEN
+    status = EXIT_BROKEN
+  except watchdog.GaveUp as error:
+    logging.error("The run has ended: %s", error)
+    status = EXIT_STALLED
+  _leave_if_stuck(status)
+  return status
+
+
+def _leave_if_stuck(status: int) -> None:
+  """Ends the process at once where a part of the run has not ended.
+
+  Python and JAX would wait at exit for what it is stuck in.
+  """
+  stuck = part.alive()
+  if stuck:
+    logging.error("The process ends although %s has not.", ", ".join(stuck))
+    logging.flush()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def unknown_field(argv: list[str]) -> str | None:

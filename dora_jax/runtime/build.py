@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import queue
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
+  faults,
   following,
   generating,
   local,
@@ -26,10 +28,15 @@ from dora_jax.runtime import (
   pieces,
   record,
   recorder,
+  resuming,
+  saving,
   scoring,
   served_form,
   training,
+  watchdog,
 )
+from dora_jax.runtime import quarantine as quarantine_lib
+from dora_jax.runtime import replicas as replicas_lib
 from dora_jax.tasks import (
   prompts,
   reward_pool,
@@ -50,6 +57,7 @@ class Run:
   generator_parts: Sequence[generating.GeneratorPart]
   task: prompts.PromptTask
   results: recorder.Recorder
+  saver: saving.Saver
 
 
 @contextlib.contextmanager
@@ -74,12 +82,13 @@ def build(
   if follow is not None:
     # Before anything is written, for it may be the record's own workdir.
     gate = following.open_record(config, workdir, follow)
+  found = resuming.find(config, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
-    yield _build(config, workdir, stack, gate, completion_limit)
+    yield _build(config, workdir, stack, gate, found, completion_limit)
 
 
 def _build(
@@ -87,6 +96,7 @@ def _build(
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   gate: record.ReplayGate | None,
+  found: resuming.Found | None,
   completion_limit: executing.CompletionLimit | None,
 ) -> Run:
   tokenizer = pieces.make_tokenizer(config)
@@ -105,12 +115,15 @@ def _build(
       reward_kwargs=config.task.reward_params.to_dict(),
       num_workers=config.task.reward_workers,
       timeout_s=config.task.reward_timeout_s,
+      retries=config.task.reward_retries,
     )
   )
   timeline = trace.Trace(workdir / "trace.json")
   stack.callback(timeline.close)
   checkpoints = checkpoint.Checkpoints(
-    workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
+    workdir / resuming.FOLDER,
+    max_to_keep=config.checkpoint.max_to_keep,
+    keep_every_steps=config.checkpoint.keep_every_steps,
   )
   stack.callback(checkpoints.close)
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -130,7 +143,6 @@ def _build(
     store=store,
     canary=canary,
     checkpoints=checkpoints,
-    save_every_steps=config.checkpoint.every_steps,
     publishes_rounded=form.is_rounded
     or jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
@@ -142,10 +154,13 @@ def _build(
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
   workers = _build_workers(config, form.shape, split, stop_ids, tokenizer)
+  quarantine = quarantine_lib.Quarantine(workdir)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
-    reward_part=scoring.RewardPart(post=inbox.put, pool=pool),
+    reward_part=scoring.RewardPart(
+      post=inbox.put, pool=pool, quarantine=quarantine
+    ),
     post=inbox.put,
     store=store,
     canary=canary,
@@ -154,9 +169,15 @@ def _build(
   generator_parts = list(dict.fromkeys(parts.generators.values()))
   coordinator = pieces.make_coordinator(config, shape)
   events = record.EventWriter(
-    workdir / record.FILE_NAME, following.header(config)
+    workdir / record.FILE_NAME,
+    following.header(config),
+    num_kept=found.extras["num_events"] if found else None,
   )
   stack.callback(events.close)
+  replicas = replicas_lib.Replicas(
+    lambda: {each.part: each.work_done() for each in generator_parts},
+    now_s=time.monotonic(),
+  )
   results = recorder.Recorder(
     workdir=workdir,
     coordinator=coordinator,
@@ -165,6 +186,11 @@ def _build(
     decode=tokenizer.decode,
     generators=generator_parts,
     store=store,
+    further=lambda: {
+      **losses.metrics(),
+      **quarantine.metrics(),
+      **replicas.metrics(),
+    },
   )
   stack.callback(results.close)
   evaluation_part = parts.generators[parts.evaluation_id]
@@ -188,29 +214,58 @@ def _build(
       orders.UnloadOrder(generator_id=parts.evaluation_id)
     ),
   )
+  executor = executing.Executor(
+    task=task,
+    tokenizer=tokenizer,
+    parts=parts,
+    store=store,
+    sampling=pieces.make_sampling(config),
+    stopping=stopping,
+    completion_limit=completion_limit,
+  )
+  losses = faults.Losses(
+    parts=parts, executor=executor, store=store, evaluator=evaluator
+  )
+  saver = saving.Saver(
+    found=found,
+    every_steps=config.checkpoint.every_steps,
+    config=following.header(config),
+    coordinator=coordinator,
+    task=task,
+    executor=executor,
+    evaluator=evaluator,
+    results=results,
+    events=events,
+    store=store,
+    canary=canary,
+    trainer=trainer,
+    trainer_part=trainer_part,
+    checkpoints=checkpoints,
+  )
   runtime = local.LocalRuntime(
     coordinator=coordinator,
     task=task,
     parts=parts,
-    executor=executing.Executor(
-      task=task,
-      tokenizer=tokenizer,
-      parts=parts,
-      store=store,
-      sampling=pieces.make_sampling(config),
-      stopping=stopping,
-      completion_limit=completion_limit,
-    ),
+    executor=executor,
     inbox=inbox,
     evaluator=evaluator,
     evaluate_every_steps=config.evaluation.every_steps,
     results=results,
+    saver=saver,
     events=events,
     gate=gate,
-    workdir=workdir,
+    watchdog=watchdog.Watchdog(
+      coordinator=coordinator,
+      parts=parts.all(),
+      moves=lambda: executor.moves,
+      workdir=workdir,
+      stall_s=config.runtime.stall_s,
+      give_up_s=config.runtime.give_up_s,
+    ),
+    losses=losses,
+    replicas=replicas,
     solved_reward=config.evaluation.solved_reward,
     tick_s=config.coordinator.balance_period_s,
-    stall_s=config.runtime.stall_s,
   )
   return Run(
     runtime=runtime,
@@ -219,6 +274,7 @@ def _build(
     generator_parts=generator_parts,
     task=task,
     results=results,
+    saver=saver,
   )
 
 

@@ -4,7 +4,7 @@ Keeps what the coordinator knows only by id: prompts, trajectories, rewards.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -52,6 +52,10 @@ class Parts:
       *dict.fromkeys(self.generators.values()),
     ]
 
+  def generators_of(self, name: str) -> list[int]:
+    """The generators that the part of this name drives; [] for any other."""
+    return [g for g, each in self.generators.items() if each.part == name]
+
   def joined(self) -> list[ev.GeneratorJoined]:
     """What the coordinator hears of the generators at the beginning."""
     return [
@@ -66,8 +70,15 @@ class Parts:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _GroupData:
-  """What the coordinator knows only by id."""
+class GroupData:
+  """What the coordinator knows only by id.
+
+  Attributes:
+    prompt: of the group.
+    trajectories: member -> its finished trajectory.
+    rewards: member -> its reward, once it is known.
+    components: member -> what else the reward function returned.
+  """
 
   prompt: types.Prompt
   trajectories: dict[int, types.Trajectory] = dataclasses.field(
@@ -127,9 +138,41 @@ class Executor:
     self._sampling = sampling
     self._stopping = stopping
     self._completion_limit = completion_limit
-    self._groups: dict[int, _GroupData] = {}
+    self._groups: dict[int, GroupData] = {}
+    # Those of the last Train.
+    self._batch: dict[int, GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
+    # Those of them whose requests are packed and sent on.
+    self._sent_on: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
+    self._lost: set[int] = set()
+    self._lost_versions: set[int] = set()
+
+  @property
+  def moves(self) -> Mapping[tuple[int, int], Collection[orders.Name]]:
+    """(source, target) -> the requests of each move that is under way."""
+    return self._moves
+
+  def lose(
+    self, generators: Collection[int], versions: Collection[int]
+  ) -> None:
+    """Sends these generators nothing more; the versions are in no store."""
+    self._lost.update(generators)
+    self._lost_versions.update(versions)
+
+  def end_lost_moves(self) -> list[ev.Moved]:
+    """Ends the moves that a generator should still have answered, and is lost.
+
+    A move from a lost generator whose requests are on their way arrives.
+    """
+    ended = []
+    for source_id, target_id in list(self._moves):
+      sent_on = self._sent_on.get((source_id, target_id))
+      if sent_on is None and source_id in self._lost:
+        ended.append(self._end_move(source_id, target_id, (), 0))
+      elif sent_on is not None and target_id in self._lost:
+        ended.append(self._go_on(source_id, target_id, sent_on))
+    return ended
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
     """Gives the orders that a command needs; returns the batch of a Train."""
@@ -157,7 +200,8 @@ class Executor:
         data = self._groups[command.group_id]
         self.send_score(ROLLOUT, data.prompt, data.trajectories[command.member])
       case ev.Train():
-        batch = [self._groups.pop(g).group(g) for g in command.group_ids]
+        self._batch = {g: self._groups.pop(g) for g in command.group_ids}
+        batch = [data.group(g) for g, data in self._batch.items()]
         self._parts.trainer.send(batch)
         return batch
       case ev.Restart():
@@ -168,10 +212,25 @@ class Executor:
       case ev.Drop():
         del self._groups[command.group_id]
       case ev.Release():
-        self._store.release(command.version, holder="coordinator")
+        if command.version not in self._lost_versions:
+          self._store.release(command.version, holder="coordinator")
       case ev.Stop():
-        self._groups.clear()
+        pass  # What is unfinished may still be saved.
     return None
+
+  @property
+  def groups(self) -> Mapping[int, GroupData]:
+    """Groups that have started and are not in a batch, by id."""
+    return self._groups
+
+  def return_batch(self) -> None:
+    """Takes back the groups of a step that was not made."""
+    self._groups |= self._batch
+    self._batch = {}
+
+  def take_over(self, groups: Mapping[int, GroupData]) -> None:
+    """Goes on with the groups of a run that this one resumes."""
+    self._groups = dict(groups)
 
   def keep_trajectory(self, trajectory: types.Trajectory) -> None:
     """Keeps a finished trajectory, unless its group was given up."""
@@ -196,6 +255,10 @@ class Executor:
     """Sends packed requests to their target; the end of a move of nothing."""
     if not message.parcels:
       return self._end_move(message.source_id, message.target_id, (), 0)
+    names = tuple(parcel.name for parcel in message.parcels)
+    if message.target_id in self._lost:
+      return self._go_on(message.source_id, message.target_id, names)
+    self._sent_on[message.source_id, message.target_id] = names
     self._send(
       orders.RestoreOrder(
         generator_id=message.target_id,
@@ -210,12 +273,7 @@ class Executor:
   ) -> ev.Moved:
     """Tells the source to let go of its requests, or to go on with them."""
     if isinstance(message, orders.RestoreFailed):
-      self._send(
-        orders.ResumeOrder(
-          generator_id=message.source_id, requests=message.requests
-        )
-      )
-      return self._end_move(message.source_id, message.target_id, (), 0)
+      return self._go_on(message.source_id, message.target_id, message.requests)
     self._send(
       orders.ForgetOrder(
         generator_id=message.source_id, requests=message.requests
@@ -241,6 +299,13 @@ class Executor:
       )
     )
 
+  def _go_on(
+    self, source_id: int, target_id: int, requests: tuple[orders.Name, ...]
+  ) -> ev.Moved:
+    """Has the source go on with packed requests: the target has none."""
+    self._send(orders.ResumeOrder(generator_id=source_id, requests=requests))
+    return self._end_move(source_id, target_id, (), 0)
+
   def _end_move(
     self,
     source_id: int,
@@ -249,6 +314,7 @@ class Executor:
     num_kv_tokens: int,
   ) -> ev.Moved:
     ordered = self._moves.pop((source_id, target_id))
+    self._sent_on.pop((source_id, target_id), None)
     return ev.Moved(
       source_id=source_id,
       target_id=target_id,
@@ -258,9 +324,12 @@ class Executor:
     )
 
   def _send(self, order: orders.Order) -> None:
-    self._parts.generators[order.generator_id].send(order)
+    if order.generator_id not in self._lost:
+      self._parts.generators[order.generator_id].send(order)
 
   def _load(self, command: ev.Load) -> None:
+    if command.generator_id in self._lost:
+      return  # The coordinator is about to hear of it.
     self._store.reserve(
       command.version,
       holder=self._parts.names[command.generator_id],
@@ -277,7 +346,7 @@ class Executor:
   def _submit(self, command: ev.Submit) -> None:
     if command.group_id not in self._groups:
       prompt = self._task.prompt(command.group_id)
-      self._groups[command.group_id] = _GroupData(prompt=prompt)
+      self._groups[command.group_id] = GroupData(prompt=prompt)
     prompt = self._groups[command.group_id].prompt
     self._send(
       orders.SubmitOrder(

@@ -4,13 +4,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 from absl import logging
 
 from dora_jax import checkpoint, trace, types
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import part
-from dora_jax.trainer import train_step
+from dora_jax.trainer import train_state, train_step
 from dora_jax.weights import store as store_lib
 
 # Of a gradient so small that Adam's eps, 1e-8 for each weight, outweighs it.
@@ -25,8 +27,29 @@ class Stepped:
   metrics: Mapping[str, float]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+  """Save the trainer's version with what belongs to it.
+
+  Attributes:
+    version: that the trainer is at when the order's turn comes.
+    extras: JSON-able.
+    trees: further arrays, by name.
+  """
+
+  version: int
+  extras: Mapping[str, Any]
+  trees: Mapping[str, Any]
+
+
 class TrainerPart(part.Part):
-  """Trains on what it is sent, publishes, saves."""
+  """Trains on what it is sent, publishes, saves.
+
+  Attributes:
+    busy_s: seconds in which it made steps and published.
+    save_s: seconds that the last save took of its time, since the last step.
+    num_failed_saves: checkpoints that could not be written.
+  """
 
   def __init__(
     self,
@@ -36,7 +59,6 @@ class TrainerPart(part.Part):
     store: store_lib.WeightStore,
     canary: canary_lib.Canary,
     checkpoints: checkpoint.Checkpoints,
-    save_every_steps: int,
     publishes_rounded: bool,
     timeline: trace.Trace,
   ):
@@ -48,7 +70,6 @@ class TrainerPart(part.Part):
       store: gets each version.
       canary: learns what each version makes of it.
       checkpoints: where versions are saved.
-      save_every_steps: 0 saves none on the way.
       publishes_rounded: whether the store casts to fewer digits than the
         trainer's.
       timeline: of the run.
@@ -58,20 +79,29 @@ class TrainerPart(part.Part):
     self._store = store
     self._canary = canary
     self._checkpoints = checkpoints
-    self._save_every_steps = save_every_steps
     self._publishes_rounded = publishes_rounded
     self._num_unchanged = 0
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
     self._saved: int | None = None
-    self.busy_s = 0.0
+    # The state from which a step under way set out.
+    self._underway: train_state.TrainState | None = None
+    self.busy_s = self.save_s = 0.0
+    self.num_failed_saves = 0
 
   def publish(self) -> store_lib.Publication:
     """Makes the trainer's version available to generators."""
     start_s = time.perf_counter()
     version, params = self._trainer.version, self._trainer.params()
-    publication = self._store.publish(version, params, holder="coordinator")
+    try:
+      publication = self._store.publish(version, params, holder="coordinator")
+    # Nobody has it yet, and the version before is served meanwhile.
+    except jax.errors.JaxRuntimeError as error:
+      logging.warning(
+        "Version %d is published again, as that has failed: %s", version, error
+      )
+      publication = self._store.publish(version, params, holder="coordinator")
     logprobs = self._trainer.logprobs_of(params, self._canary.tokens)
     self._canary.expected[version] = logprobs[1:]
     self._trace.span(
@@ -84,31 +114,90 @@ class TrainerPart(part.Part):
     )
     return publication
 
-  def save(self) -> None:
-    """Writes a checkpoint of the trainer's version, unless there is one."""
-    if self._saved == self._trainer.version:
+  def abstract_published(self) -> Any:
+    """Shapes and dtypes of a version as it is published."""
+    return self._store.published_form(self._trainer.params())
+
+  def save(self, order: SaveOrder) -> None:
+    """Starts to write a checkpoint, unless there is one of this version.
+
+    Raises:
+      checkpoint.SaveFailed: there is no room for it.
+    """
+    version = self._trainer.version
+    if order.version != version:
+      raise ValueError(
+        f"Version {order.version} is to be saved, but the trainer is at "
+        f"{version}."
+      )
+    if self._saved == version:
       return
-    self._saved = self._trainer.version
+    start_s = time.perf_counter()
+    self.begin(f"saving version {version}")
+    self._end_save()
+    recalled = self._trainer.recalled()
     self._checkpoints.save(
-      self._trainer.version,
+      version,
       self._trainer.state(),
-      {"version": self._trainer.version},
+      {**order.extras, "trainer": self._trainer.memory()},
+      **order.trees,
+      **({"recalled": recalled} if recalled else {}),
+    )
+    self._saved = version
+    self.save_s = time.perf_counter() - start_s
+    self._trace.span(
+      self._track, f"save v{version}", start_s, time.perf_counter()
     )
 
+  def usable_version(self) -> int | None:
+    """The version whose train state is there, whole; None in a broken step.
+
+    A step gives the arrays that it sets out from away. For when it has ended.
+    """
+    state = self._trainer.state()
+    is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    is_between_steps = self._underway is None or self._underway is state
+    if self.is_alive() or not (is_whole and is_between_steps):
+      return None
+    return self._trainer.version
+
+  def _end_save(self) -> None:
+    """Waits for the save before; a run goes on without it."""
+    try:
+      self._checkpoints.wait()
+    except checkpoint.SaveFailed as error:
+      self._note_failed_save(error)
+
+  def _note_failed_save(self, error: checkpoint.SaveFailed) -> None:
+    self.num_failed_saves += 1
+    logging.error("The run goes on, but: %s", error)
+
   def work(self) -> None:
-    """Makes a step of each list of groups that comes."""
+    """Makes a step of each list of groups that comes, saves when told to."""
     while True:
       self.begin("waiting for a batch")
-      for groups in self.take(block=True):
-        if groups is None:
+      for order in self.take(block=True):
+        if order is None:
           return
-        self._step(groups)
+        if isinstance(order, SaveOrder):
+          self._save_on_the_way(order)
+        else:
+          self._step(order)
+
+  def _save_on_the_way(self, order: SaveOrder) -> None:
+    """Saves; without it, what was saved before stands, and the run goes on."""
+    try:
+      self.save(order)
+    except checkpoint.SaveFailed as error:
+      self._note_failed_save(error)
 
   def _step(self, groups: Sequence[types.Group]) -> None:
     step = self._trainer.version
     self.begin(f"step {step}")
     start_s = time.perf_counter()
+    self._underway = self._trainer.state()
     metrics = dict(self._trainer.train(groups))
+    self._underway = None
     trained_s = time.perf_counter()
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()
@@ -120,10 +209,10 @@ class TrainerPart(part.Part):
       "weights/publish_s": end_s - trained_s,
       "weights/arrays_changed": publication.num_changed,
       "weights/unchanged": self._num_unchanged,
+      "checkpoint/save_s": self.save_s,
+      "checkpoint/failed": self.num_failed_saves,
     }
-    if self._save_every_steps and (step + 1) % self._save_every_steps == 0:
-      self.begin(f"saving version {step + 1}")
-      self.save()
+    self.save_s = 0.0
     self.busy_s += time.perf_counter() - start_s
     self._post(Stepped(version=step + 1, metrics=metrics))
 

@@ -6,6 +6,7 @@ sequence of choices, and an empty list before the end is a deadlock.
 """
 
 import dataclasses
+from typing import Any
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
@@ -59,29 +60,28 @@ class World:
     max_filtered: int | None = None,
     move_fails=lambda: False,
   ):
-    made = registry.create(
-      schedule,
-      base.Options(
-        max_staleness=max_staleness,
-        prompts_per_batch=prompts_per_batch,
-        rollout_groups=rollout_groups,
-        oversample=1.5,
-        evict=evict,
-      ),
+    options = base.Options(
+      max_staleness=max_staleness,
+      prompts_per_batch=prompts_per_batch,
+      rollout_groups=rollout_groups,
+      oversample=1.5,
+      evict=evict,
     )
-    self.max_staleness = made.max_staleness
-    self.may_mix = made.mixes_versions
-    self.is_bounded = schedule in ("dora", "partial_rollout")
-    self.group_size = group_size
-    self.prompts_per_batch = prompts_per_batch
-    self.coordinator = coordinator.Coordinator(
-      schedule=made,
+    self.make_coordinator = lambda: coordinator.Coordinator(
+      schedule=registry.create(schedule, options),
       balance_settings=balance.Settings(**{**SETTINGS, **(settings or {})}),
       group_size=group_size,
       prompts_per_batch=prompts_per_batch,
       num_steps=num_steps,
       max_filtered=max_filtered,
     )
+    self.coordinator: Any = self.make_coordinator()
+    made = self.coordinator.schedule
+    self.max_staleness = made.max_staleness
+    self.may_mix = made.mixes_versions
+    self.is_bounded = schedule in ("dora", "partial_rollout")
+    self.group_size = group_size
+    self.prompts_per_batch = prompts_per_batch
     self.fails = fails
     self.solves = solves
     self.filters = max_filtered is not None
@@ -94,6 +94,8 @@ class World:
     self.versions: dict[int, int] = {}
     self.done: set[tuple[int, int]] = set()
     self.freed: set[int] = set()
+    # Versions of which no copy is left.
+    self.gone: set[int] = set()
     self.dropped: dict[int, str] = {}
     self.batches: list[tuple[int, ...]] = []
     self.pending: list = []
@@ -152,8 +154,28 @@ class World:
       self.step(next(choices))
     raise AssertionError("the run does not end")
 
-  def lose(self, generator_id: int) -> None:
-    """A generator dies, with what it runs."""
+  def has_last_copy(self, generator_id: int) -> bool:
+    """Whether a version would be gone with this generator."""
+    version = self.serving[generator_id]
+    others = [g for g in self.serving if g != generator_id]
+    return (
+      version is not None
+      and version < self.coordinator.newest_version
+      and version not in self.freed
+      and not any(self.serving[g] == version for g in others)
+      and not any(
+        isinstance(thing, ev.Loaded) and thing.version == version
+        for thing in self.pending
+      )
+    )
+
+  def lose(self, generator_id: int, *, takes_version: bool = False) -> None:
+    """A generator dies, with what it runs and maybe with its version."""
+    if takes_version and self.has_last_copy(generator_id):
+      version = self.serving[generator_id]
+      assert version is not None
+      self.gone.add(version)
+      self.send(ev.VersionLost(version=version))
     self.paused.discard(generator_id)
     gone = {r for r, g in self.running.items() if g == generator_id}
     for request in gone:
@@ -284,6 +306,7 @@ class World:
         ]
         assert not residents or (command.carries_live and self.may_mix)
         assert command.version not in self.freed
+        assert command.version not in self.gone
         self.serving[command.generator_id] = None
         self.pending.append(
           ev.Loaded(generator_id=command.generator_id, version=command.version)
@@ -328,6 +351,7 @@ class World:
     # C1: one version for the whole group, that of the generator.
     assert self.serving[command.generator_id] == command.version
     assert command.version not in self.freed
+    assert self.may_mix or command.version not in self.gone
     version = self.versions.setdefault(command.group_id, command.version)
     assert self.may_mix or version == command.version
     self._overtake(command)
