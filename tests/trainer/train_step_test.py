@@ -10,6 +10,7 @@ import pytest
 
 from dora_jax import types
 from dora_jax.trainer import advantages, gradients, packing
+from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
 
@@ -92,6 +93,7 @@ def test_gradient_equals_that_of_sequences_one_by_one(objective):
     config=tiny.CONFIG,
     objective=objective,
     temperature=0.7,
+    attention=xla.XlaAttention(),
     compute_dtype=jnp.float32,
     logprob_chunk=8,
     remat=False,
