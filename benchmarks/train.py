@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def main() -> None:
     title="A train step",
   )
   values: dict[str, float] = {}
-  console = rich.console.Console()
+  console = rich.console.Console(width=160)
   for shape in args.shapes.split(","):
     for case in _cases(shape):
       # Without a peer, a case that differs in its packing alone says nothing.
@@ -136,9 +137,9 @@ def _measure(
     theirs = {}
     if other is not None:
       theirs = other.ask(prompts=prompts, completions=completions)
-    before_s = matmul()
+    before = matmul()
     spent = ours.step(prompts, completions, group_size=_GROUP_SIZE)
-    rounds.append((min(before_s, matmul()), spent, theirs))
+    rounds.append((min(before, matmul()), spent, theirs))
   rounds = rounds[1:]
   lengths = [
     len(prompt) + len(completion)
@@ -148,14 +149,16 @@ def _measure(
   median = statistics.median
   ours_s = median(spent.seconds for _, spent, _ in rounds)
   # Of each round, for a machine's other users slow both down.
-  shares = [
-    (flops / spent.seconds) / (2 * _MATMUL_SIZE**3 / matmul_s)
-    for matmul_s, spent, _ in rounds
+  in_matmul = flops / (2 * _MATMUL_SIZE**3)
+  shares = [in_matmul * one.seconds / spent.seconds for one, spent, _ in rounds]
+  cpu_shares = [
+    in_matmul * one.cpu_seconds / spent.cpu_seconds for one, spent, _ in rounds
   ]
   values |= {
     f"tokens_per_s/{case.key}": tokens / ours_s,
     f"flops_per_s/{case.key}": flops / ours_s,
     f"matmul_share/{case.key}": median(shares),
+    f"cpu_matmul_share/{case.key}": median(cpu_shares),
     f"padding_share/{case.key}": rounds[0][1].padding_share,
   }
   row = [
@@ -164,7 +167,7 @@ def _measure(
     f"{rounds[0][1].padding_share:.0%}",
     f"{tokens / ours_s:,.0f}",
     f"{flops / ours_s / 1e9:.0f}",
-    f"{median(shares):.0%}",
+    f"{median(shares):.0%} ({median(cpu_shares):.0%} by CPU time)",
   ]
   if other is None:
     return [*row, "", "", ""]
@@ -218,21 +221,28 @@ def _count_flops(
   return linear + 12 * config.num_layers * width * attended
 
 
-def _matmul() -> Callable[[], float]:
-  """Times one product of two square matrices, float32."""
+class _Time(NamedTuple):
+  """Of one product of two square matrices."""
+
+  seconds: float
+  cpu_seconds: float
+
+
+def _matmul() -> Callable[[], _Time]:
+  """Times products of two square matrices, float32; the quickest counts."""
   multiply = jax.jit(jnp.dot)
   matrix = jax.random.normal(jax.random.key(0), (_MATMUL_SIZE, _MATMUL_SIZE))
   jax.block_until_ready(multiply(matrix, matrix))
 
-  def timed() -> float:
-    seconds = []
-    for _ in range(3):
-      start_s = time.perf_counter()
-      jax.block_until_ready(multiply(matrix, matrix))
-      seconds.append(time.perf_counter() - start_s)
-    return min(seconds)
+  def once() -> _Time:
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    jax.block_until_ready(multiply(matrix, matrix))
+    return _Time(
+      seconds=time.perf_counter() - start_s,
+      cpu_seconds=time.process_time() - start_cpu_s,
+    )
 
-  return timed
+  return lambda: min(once() for _ in range(3))
 
 
 def _start_tunix(

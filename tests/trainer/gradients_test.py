@@ -61,13 +61,13 @@ def reference():
   "mesh, changes",
   [
     ((1, 1), {"rows_per_batch": 1}),
-    ((1, 1), {"row_length": 60, "rows_per_batch": 2}),
-    ((2, 1), {}),
-    ((4, 1), {}),
     ((8, 1), {}),
     ((1, 2), {}),
-    ((2, 2), {}),
     ((4, 2), {"row_length": 40, "rows_per_batch": 4}),
+    pytest.param((1, 1), {"row_length": 60}, marks=pytest.mark.slow),
+    pytest.param((2, 1), {}, marks=pytest.mark.slow),
+    pytest.param((4, 1), {}, marks=pytest.mark.slow),
+    pytest.param((2, 2), {}, marks=pytest.mark.slow),
   ],
   ids=str,
 )

@@ -50,10 +50,8 @@ def reference():
 @pytest.mark.parametrize(
   "changes",
   [
-    {"rows_per_batch": 1},
-    {"rows_per_batch": 4, "row_length": 64, "logprob_chunk": 64, "remat": True},
+    {"rows_per_batch": 1, "row_length": 64, "logprob_chunk": 64, "remat": True},
     {"mesh": (2, 2)},
-    {"mesh": (8, 1), "rows_per_batch": 8},
   ],
   ids=str,
 )
