@@ -7,6 +7,7 @@ training masks, prefill and paged decoding are woven into the same layers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -187,6 +188,7 @@ class Transformer(nnx.Module):
     *,
     attend: attention.Attend,
     kv: Any,
+    layers: Sequence[Any] | None,
     remat: bool,
     sharding: jax.sharding.Sharding | None,
   ) -> tuple[Float[jax.Array, "B T D"], Any]:
@@ -207,11 +209,14 @@ class Transformer(nnx.Module):
 
     if remat:
       apply_block = jax.checkpoint(apply_block, prevent_cse=False)
-    embedded_BTD = constrain(self.embed[...][tokens_BT])
-    layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-    (hidden_BTD, kv), _ = jax.lax.scan(
-      apply_block, (embedded_BTD, kv), (layers, block_states)
-    )
+    carry = constrain(self.embed[...][tokens_BT]), kv
+    if layers is None:
+      index_L = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+      carry, _ = jax.lax.scan(apply_block, carry, (index_L, block_states))
+    else:
+      for index, state in enumerate(layers):
+        carry, _ = apply_block(carry, (jnp.int32(index), state))
+    hidden_BTD, kv = carry
     eps = self.config.norm_eps
     return norm.rms_norm(hidden_BTD, self.final_norm[...], eps), kv
 
@@ -269,7 +274,7 @@ def forward(
   """Runs the layers, in the dtype of the params.
 
   Args:
-    params: as `init_params` makes them.
+    params: as `init_params` or `layer_list.unstack` makes them.
     config: what they were made for.
     tokens_BT: token ids.
     positions_BT: of each token in its own sequence, for the rotary positions.
@@ -282,9 +287,12 @@ def forward(
   Returns:
     The hidden states after the final norm, and the last `kv`.
   """
+  layers = params["blocks"] if isinstance(params["blocks"], list) else None
+  if layers is not None:
+    params = params | {"blocks": layers[0]}
   model = nnx.merge(_structure(config)[0], params)
   tokens_BT, positions_BT = jnp.asarray(tokens_BT), jnp.asarray(positions_BT)
-  how = {"attend": attend, "kv": kv, "remat": remat}
+  how = {"attend": attend, "kv": kv, "remat": remat, "layers": layers}
   return model(tokens_BT, positions_BT, sharding=hidden_sharding, **how)
 
 
