@@ -5,14 +5,13 @@ their gradients are summed, and leave, in the weights' own dtype. So a
 sum over devices or micro-batches is never in fewer digits than the masters.
 """
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(
   spec: str, values: Float[jax.Array, "..."], weight: Float[jax.Array, "..."]
 ) -> Float[jax.Array, "..."]:
@@ -27,11 +26,15 @@ def product(
     values: activations.
     weight: of the same dtype, or a wider one.
   """
+  return _product(spec, values, weight)
+
+
+def _multiply(spec, values, weight):
   return jnp.einsum(spec, values, weight.astype(values.dtype))
 
 
 def _forward(spec, values, weight):
-  return product(spec, values, weight), (values, weight)
+  return _multiply(spec, values, weight), (values, weight)
 
 
 def _backward(spec, kept, grad_out):
@@ -50,7 +53,8 @@ def _backward(spec, kept, grad_out):
   return grad_values, grad_weight
 
 
-product.defvjp(_forward, _backward)
+_product: Any = jax.custom_vjp(_multiply, nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)
 
 
 def add_bias(

@@ -5,8 +5,7 @@ the backward pass makes each chunk's logits once more, and their gradient in
 their place. So no [B, T, V] array exists, in either pass.
 """
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ class _Kept(NamedTuple):
   entropies_BT: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def score(
   hidden_BTD: Float[Array, "B T D"],
   head_VD: Float[Array, "V D"],
@@ -51,9 +49,14 @@ def score(
   Returns:
     Log-probabilities and entropies, in nats.
   """
-  return _forward(
+  return _score(
     hidden_BTD, head_VD, targets_BT, temperature, chunk_size, learns_entropy
-  )[0]
+  )
+
+
+def _only_score(*arguments):
+  """`_forward`, where no gradient is asked for."""
+  return _forward(*arguments)[0]
 
 
 def _forward(
@@ -121,7 +124,8 @@ def _backward(temperature, chunk_size, learns_entropy, kept, grads):
   return grad_hidden_BTD, grad_head_DV.T.astype(kept.head_VD.dtype), None
 
 
-score.defvjp(_forward, _backward)
+_score: Any = jax.custom_vjp(_only_score, nondiff_argnums=(3, 4, 5))
+_score.defvjp(_forward, _backward)
 
 
 def _logits(hidden_BTD, head_VD, temperature):

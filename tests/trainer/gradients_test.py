@@ -119,6 +119,8 @@ def test_logits_of_whole_rows_are_not_in_the_compiled_program():
   whole_bytes = 4 * num_rows * row_length * config.vocab_size
   for function in (loss, jax.grad(loss)):
     compiled = jax.jit(function).lower(params, batch).compile()
-    found = compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    found = memory.temp_size_in_bytes
     print(f"{found / 2**20:.0f} of {whole_bytes / 2**20:.0f} MiB")
-    assert found < 0.3 * whole_bytes
+    assert found < 0.2 * whole_bytes

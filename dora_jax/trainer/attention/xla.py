@@ -9,8 +9,7 @@ Source: FlashAttention-2, sections 2.3 and 3.1
 """
 
 import dataclasses
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +98,7 @@ class _Kept(NamedTuple):
   normalizer_BKGT: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(block, query_BKGTH, key_BKTH, value_BKTH, start_BT):
+def _only_attend(block, query_BKGTH, key_BKTH, value_BKTH, start_BT):
   """Attention of scaled queries, each from its start to itself."""
   return _forward(block, query_BKGTH, key_BKTH, value_BKTH, start_BT)[0]
 
@@ -206,6 +204,7 @@ def _backward(block, kept, grad_BKGTH):
   return _join(grad_query_IBKGTH), grad_key_BKTH, grad_value_BKTH, None
 
 
+_attend: Any = jax.custom_vjp(_only_attend, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 
