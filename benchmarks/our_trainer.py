@@ -14,13 +14,14 @@ from dora_jax.parallel import meshes
 from dora_jax.trainer import (
   advantages,
   objective,
+  optimizers,
   shaping,
-  train_state,
   train_step,
 )
 from dora_jax.trainer.attention import choice
 
-_OPTIMIZER = train_state.OptimizerSettings(
+_OPTIMIZER = optimizers.OptimizerSettings(
+  kind="adamw",
   lr=1e-6,
   warmup_steps=0,
   total_steps=1,
@@ -28,8 +29,10 @@ _OPTIMIZER = train_state.OptimizerSettings(
   b1=0.9,
   b2=0.999,
   eps=1e-8,
+  momentum=0.95,
   weight_decay=1e-4,
   clip_norm=1.0,
+  average_decay=0.0,
 )
 
 # GRPO's, as DeepSeekMath has it, without the KL.
@@ -108,6 +111,8 @@ class OurTrainer:
         max_length=row_length,
         masks_truncated=False,
       ),
+      critic=None,
+      adapters=None,
       recomputes_logprobs=False,
       max_staleness=0,
       temperature=1.0,

@@ -67,6 +67,13 @@ def run(
     watchdog.GaveUp: nothing has gone on for long; likewise.
   """
   start_s = time.perf_counter()
+  found = resuming.find(config, workdir)
+  if found and resuming.is_over(config, workdir, found):
+    print(
+      f"{workdir} holds this run, which has ended after {found.version} steps: "
+      "raise config.coordinator.num_steps to go on, or give another --workdir."
+    )
+    return 0
   with build.build(config, workdir, follow=follow) as made:
     if made.saver.found is not None:
       made.runtime.resume()
@@ -77,12 +84,16 @@ def run(
     try:
       reason = made.runtime.run()
     except (local.PartFailed, watchdog.GaveUp):
-      logging.error("%s", made.runtime.save_last_good())
+      if follow is None:
+        logging.error("%s", made.runtime.save_last_good())
       made.results.summarise(
         extra={"seconds_before": ready_s - start_s}, command=command
       )
       raise
-    failed = _save(made)
+    # A record that is followed knows nothing of an early end: what was saved on
+    # the way is what the run can go on from.
+    is_cut = follow is not None and reason in _EXIT_SIGNALS
+    failed = "" if is_cut else _save(made)
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
@@ -159,9 +170,16 @@ def main(argv: list[str]) -> int:
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    pieces.make_adapters(config)
+    pieces.make_reuse(config)
+    found = resuming.find(config, workdir)
     if follow:
-      following.open_record(config, workdir, follow)
-    resuming.find(config, workdir)
+      following.open_record(
+        config,
+        workdir,
+        follow,
+        num_past=found.extras["num_events"] if found else 0,
+      )
   except (ValueError, FileNotFoundError) as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG

@@ -6,6 +6,7 @@ the versions, members of started groups get slots, generators change version,
 new groups start, and versions that nothing needs are freed.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from dora_jax.coordinator import (
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
 from dora_jax.coordinator import ledger as ledger_lib
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base
 
 
@@ -44,6 +46,7 @@ class Coordinator:
     prompts_per_batch: int,
     num_steps: int,
     max_filtered: int | None = None,
+    reuse: reuse_lib.Settings = reuse_lib.NOTHING,
   ):
     """Starts at version 0 with no generator.
 
@@ -55,6 +58,7 @@ class Coordinator:
       num_steps: steps to make before the run ends.
       max_filtered: drops groups that all or none of their members solve, and
         ends the run after so many in a row; None keeps them.
+      reuse: how much of what is trained steps take again.
     """
     self.schedule = schedule
     self.ledger = ledger_lib.Ledger(
@@ -72,7 +76,7 @@ class Coordinator:
     self._num_wanted = num_steps * prompts_per_batch
     self._num_steps = num_steps
     self._num_groups: int | None = None
-    self._stepping = stepping.Stepping(schedule, self._view)
+    self._stepping = stepping.Stepping(schedule, self._view, reuse)
     self._surrender = surrender.Surrender(self._view, self._placement)
     self._serving = serving.Serving(
       schedule=schedule,
@@ -107,6 +111,11 @@ class Coordinator:
     """Cause -> seconds in which the trainer stood idle; see `stepping`."""
     return self._stepping.wait_s
 
+  @property
+  def reused_lag_counts(self) -> collections.Counter[int]:
+    """Lag in versions -> groups that steps have taken again."""
+    return self._stepping.reuse.lag_counts
+
   def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
     """Takes one event and returns the commands that follow from it.
 
@@ -118,7 +127,7 @@ class Coordinator:
       ValueError: the event contradicts what was commanded, for example a
         trajectory of another version, or finished twice.
     """
-    if self.stop_reason is not None:
+    if self.stop_reason is not None and not isinstance(event, ev.Resumed):
       return []
     self._stepping.note_time(now_s)
     commands = self._note(event, now_s)
@@ -341,7 +350,11 @@ class Coordinator:
     return commands
 
   def _note_resumed(self, event: ev.Resumed, now_s: float) -> list[ev.Command]:
-    """Forgets the generators; asks anew for what was under way."""
+    """Forgets the generators; asks anew for what was under way.
+
+    A run that had stopped, for whatever reason, goes on if it can.
+    """
+    self.stop_reason = self._is_stopping = None
     for view in list(self.fleet):
       self.fleet.remove(view.generator_id, now_s)
     versions = {self.newest_version, *event.versions}
@@ -445,6 +458,65 @@ class Coordinator:
     """Says who waits for what, as pairs, for the progress view."""
     return [*self._stepping.waits(), *self._serving.waits()]
 
+  def versions_held(self) -> list[int]:
+    """Versions that are not yet released, oldest first."""
+    return self._serving.versions_held()
+
+  def under_way(self) -> list[ev.Command]:
+    """What has been commanded and is not yet answered, to command it again.
+
+    Each generator is first given the version that it serves already, of which
+    no Loaded may be heard.
+
+    Raises:
+      ValueError: groups have been given up or generated anew, for which
+        something may be under way that nobody can ask for again.
+    """
+    if (
+      self.schedule.drops_groups
+      or self.ledger.num_regenerated
+      or self._placement.cancelling
+    ):
+      raise ValueError(
+        "Groups had been given up or generated anew before the checkpoint was "
+        "made: what was under way for them cannot be asked for again."
+      )
+    commands: list[ev.Command] = []
+    for view in self.fleet:
+      version = view.version if view.loading is None else view.loading
+      if version is not None:
+        commands.append(
+          ev.Load(generator_id=view.generator_id, version=version)
+        )
+    for group in self.ledger.open.values():
+      for generator_id in sorted(set(group.running.values())):
+        members = [m for m, g in group.running.items() if g == generator_id]
+        commands.append(
+          ev.Submit(
+            generator_id=generator_id,
+            group_id=group.group_id,
+            members=tuple(members),
+            version=group.version,
+          )
+        )
+    for (source_id, target_id), requests in self._placement.moves.items():
+      version = self.fleet[source_id].version
+      assert version is not None, "what is moved from keeps its version"
+      commands.append(
+        ev.Move(
+          source_id=source_id,
+          target_id=target_id,
+          version=version,
+          requests=requests,
+        )
+      )
+    for group in self.ledger.open.values():
+      commands += [
+        ev.Score(group_id=group.group_id, member=member)
+        for member in sorted(group.unscored)
+      ]
+    return [*commands, *self._stepping.resume()]
+
   def snapshot(self) -> dict[str, Any]:
     """The state as JSON-able data, from which `restore` goes on.
 
@@ -456,6 +528,7 @@ class Coordinator:
       "versions_alive": self.versions_alive(),
       "num_left_to_start": self._view.num_left_to_start,
       "num_groups": self._num_groups,
+      "is_stopping": self._is_stopping,
       "stop_reason": self.stop_reason,
       "generated_before": self.generated_before,
       "may_train": self._may_train,
@@ -472,8 +545,8 @@ class Coordinator:
   def restore(self, snapshot: Mapping[str, Any]) -> None:
     """Goes on from a snapshot as the coordinator would have that it is of.
 
-    A run that had stopped goes on too. In another process Resumed has to come
-    first, for nothing of what was commanded is still under way there.
+    In another process nothing of what was commanded is still under way: either
+    Resumed comes first, or all of `under_way` is commanded there again.
 
     Args:
       snapshot: of a coordinator with the same arguments, but that `num_steps`
@@ -484,6 +557,8 @@ class Coordinator:
     view.is_training = snapshot["is_training"]
     view.num_left_to_start = snapshot["num_left_to_start"]
     self._num_groups = snapshot["num_groups"]
+    self._is_stopping = snapshot["is_stopping"]
+    self.stop_reason = snapshot["stop_reason"]
     self.generated_before = snapshot["generated_before"]
     self._may_train = snapshot["may_train"]
     self.ledger.restore(snapshot["ledger"])

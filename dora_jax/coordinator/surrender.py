@@ -65,6 +65,7 @@ class Surrender:
     """
     self._unwanted_scores.clear()
     self._placement.in_transit.clear()
+    self._placement.moves.clear()
     # What is saved can be served, and all else starts anew here.
     self._lost_versions.clear()
     self.stranded.clear()

@@ -7,6 +7,7 @@ training masks, prefill and paged decoding are woven into the same layers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from dora_jax import interfaces
-from dora_jax.model import attention, declare, int8, linear, norm, rope
+from dora_jax.model import (
+  adapted,
+  attention,
+  declare,
+  int8,
+  linear,
+  norm,
+  rope,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +198,7 @@ class Transformer(nnx.Module):
     *,
     attend: attention.Attend,
     kv: Any,
+    layers: Sequence[Any] | None,
     remat: bool,
     sharding: jax.sharding.Sharding | None,
     dtype: Any,
@@ -202,18 +212,22 @@ class Transformer(nnx.Module):
     def apply_block(carry, layer_and_state):
       hidden_BTD, kv = carry
       layer, state = layer_and_state
-      # Here, so that no more than a layer of rounded weights is ever expanded.
-      block = nnx.merge(block_def, int8.dequantize(state))
+      # Here, so that no more than a layer of rounded or adapted weights is ever
+      # expanded.
+      block = nnx.merge(block_def, adapted.merge(int8.dequantize(state)))
       hidden_BTD, kv = block(hidden_BTD, positions_BT, attend, kv, layer)
       return (constrain(hidden_BTD), kv), None
 
     if remat:
       apply_block = jax.checkpoint(apply_block, prevent_cse=False)
-    embedded_BTD = constrain(self.embed[...][tokens_BT].astype(dtype))
-    layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-    (hidden_BTD, kv), _ = jax.lax.scan(
-      apply_block, (embedded_BTD, kv), (layers, block_states)
-    )
+    carry = constrain(self.embed[...][tokens_BT].astype(dtype)), kv
+    if layers is None:
+      index_L = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+      carry, _ = jax.lax.scan(apply_block, carry, (index_L, block_states))
+    else:
+      for index, state in enumerate(layers):
+        carry, _ = apply_block(carry, (jnp.int32(index), state))
+    hidden_BTD, kv = carry
     eps = self.config.norm_eps
     return norm.rms_norm(hidden_BTD, self.final_norm[...], eps), kv
 
@@ -272,7 +286,7 @@ def forward(
   """Runs the layers.
 
   Args:
-    params: as `init_params` makes them.
+    params: as `init_params` or `layer_list.unstack` makes them.
     config: what they were made for.
     tokens_BT: token ids.
     positions_BT: of each token in its own sequence, for the rotary positions.
@@ -287,11 +301,21 @@ def forward(
   Returns:
     The hidden states after the final norm, and the last `kv`.
   """
+  layers = params["blocks"] if isinstance(params["blocks"], list) else None
+  if layers is not None:
+    params = params | {"blocks": layers[0]}
   model = nnx.merge(_structure(config)[0], params)
   tokens_BT, positions_BT = jnp.asarray(tokens_BT), jnp.asarray(positions_BT)
-  dtype = params["embed"].dtype if dtype is None else dtype
-  how = {"attend": attend, "kv": kv, "remat": remat, "dtype": dtype}
-  return model(tokens_BT, positions_BT, sharding=hidden_sharding, **how)
+  return model(
+    tokens_BT,
+    positions_BT,
+    attend=attend,
+    kv=kv,
+    layers=layers,
+    remat=remat,
+    sharding=hidden_sharding,
+    dtype=params["embed"].dtype if dtype is None else dtype,
+  )
 
 
 def head(

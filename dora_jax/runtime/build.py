@@ -78,11 +78,12 @@ def build(
       short: for benchmarks. None gives all config.generator.max_new_tokens at
       most.
   """
+  # Before anything is written, for it may be another run's workdir.
+  found = resuming.find(config, workdir)
   gate = None
   if follow is not None:
-    # Before anything is written, for it may be the record's own workdir.
-    gate = following.open_record(config, workdir, follow)
-  found = resuming.find(config, workdir)
+    num_past = found.extras["num_events"] if found else 0
+    gate = following.open_record(config, workdir, follow, num_past=num_past)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"

@@ -8,7 +8,7 @@ It serves a single host, and a Pathways controller, which sees every device.
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,13 +108,26 @@ class LocalRuntime:
     self._step_metrics: Mapping[str, float] = {}
     # The coordinator's clock goes on where a run that this one resumes was.
     self._clock_start_s = time.monotonic()
+    # What a run that this one resumes had under way: to be asked for anew.
     self._resumed: ev.Resumed | None = None
+    self._again: list[ev.Command] | None = None
+    # Generators that are given again what the coordinator knows they serve.
+    self._silent: set[int] = set()
 
   def resume(self) -> None:
-    """Goes on from the checkpoint that was found; call it before `run`."""
-    self._resumed = self._saver.resume()
+    """Goes on from the checkpoint that was found; call it before `run`.
+
+    Raises:
+      ValueError: the run follows a record, and cannot go on with it from here.
+    """
+    versions = self._saver.resume()
     assert self._saver.found is not None
     self._clock_start_s -= self._saver.found.extras["now_s"]
+    if self._gate is None:
+      self._resumed = ev.Resumed(versions=tuple(versions))
+    else:
+      # The record knows of no resume: all is put back to where it was.
+      self._again = self._coordinator.under_way()
 
   def save(self) -> None:
     """Starts to write a checkpoint; call it while no part is running.
@@ -142,12 +155,7 @@ class LocalRuntime:
     try:
       with self._interruptible():
         self._results.start_clock()
-        if self._resumed is not None:
-          self._feed(self._resumed)
-        else:
-          version = self._coordinator.newest_version
-          self._evaluator.request(version, must_run=True)
-        self._join_generators()
+        self._begin()
         self._watchdog.hear()
         while not self._is_over():
           message = self._next_message()
@@ -171,7 +179,20 @@ class LocalRuntime:
       return self._evaluator.is_idle()
     return reason is not None
 
-  def _join_generators(self) -> None:
+  def _begin(self) -> None:
+    if self._again is not None:
+      self._silent = {
+        view.generator_id
+        for view in self._coordinator.fleet
+        if view.version is not None and view.loading is None
+      }
+      self._carry_out(self._again)
+      return
+    if self._resumed is not None:
+      self._feed(self._resumed)
+    else:
+      version = self._coordinator.newest_version
+      self._evaluator.request(version, must_run=True)
     if self._task.num_groups is not None:
       self._feed(ev.DataExhausted(num_groups=self._task.num_groups))
     for event in self._parts.joined():
@@ -273,6 +294,8 @@ class LocalRuntime:
   def _hear_served(self, message: orders.Served) -> None:
     if message.generator_id == self._parts.evaluation_id:
       self._evaluator.serve()
+    elif message.generator_id in self._silent:
+      self._silent.remove(message.generator_id)
     else:
       self._feed(
         ev.Loaded(
@@ -335,6 +358,9 @@ class LocalRuntime:
     commands = self._coordinator.handle(event, now_s)
     if isinstance(event, ev.StepDone):
       self._end_step(event.version, now_s)
+    self._carry_out(commands)
+
+  def _carry_out(self, commands: Sequence[ev.Command]) -> None:
     # What is let go goes first: a generator that unloads the version meanwhile
     # would find itself its last holder, and keep a copy for nobody.
     for command in sorted(

@@ -272,10 +272,11 @@ class ReplayGate:
 
   def _take(self, recorded: ev.Event) -> bool:
     """Uses up the counterpart; False where it has not been offered yet."""
-    if isinstance(recorded, ev.GeneratorLost | ev.VersionLost):
+    if isinstance(recorded, ev.GeneratorLost | ev.VersionLost | ev.Resumed):
       raise ValueError(
         f"The record goes on with {recorded} after {self._num_fed} events: a "
-        "run in which a generator was lost cannot be followed past there."
+        "run in which a generator was lost, or which was resumed, cannot be "
+        "followed past there. `record.replay` repeats its decisions."
       )
     key = _counterpart(recorded)
     if key is None:

@@ -70,7 +70,9 @@ class Recorder:
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
-    self._samples = (folder / "sampled.jsonl").open("a", encoding="utf-8")
+    path = folder / "sampled.jsonl"
+    self._last_sampled_step = metrics_lib.mend(path)
+    self._samples = path.open("a", encoding="utf-8")
 
   def start_clock(self) -> None:
     """Marks the beginning of what `seconds` counts beside earlier attempts."""
@@ -147,6 +149,8 @@ class Recorder:
       "completion_tokens": trajectory.completion.tolist(),
       "behavior_logprobs": trajectory.behavior_logprobs.tolist(),
     }
+    if step <= self._last_sampled_step:
+      line["resumed"] = True  # As in metrics.jsonl.
     self._samples.write(json.dumps(line) + "\n")
 
   def step(self, version: int, values: Mapping[str, float]) -> None:
@@ -265,7 +269,9 @@ class Recorder:
       "resumes": self.num_resumes,
       "tokens_per_s": self._trained_tokens / seconds,
       "versions_alive_max": self._coordinator.versions_alive_max,
-      "lag_max": max((lag for lag in ledger.lag_counts), default=0),
+      "lag_max": max(
+        [*ledger.lag_counts, *self._coordinator.reused_lag_counts], default=0
+      ),
       "mixed": self.num_mixed,
       "dropped": sum(dropped.values()),
       "generator_idle_share": self._idle_share(time.perf_counter()),
@@ -377,6 +383,7 @@ def ledger_values(
   values: dict[str, float] = {
     "generated": ledger.num_generated,
     "trained": ledger.num_trained * size,
+    "reused": coordinator.reused_lag_counts.total() * size,
     "moved": ledger.num_moved,
     "regenerated": ledger.num_regenerated * size,
     "generated_tokens": tokens.generated,

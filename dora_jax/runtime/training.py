@@ -46,6 +46,8 @@ class TrainerPart(part.Part):
   """Trains on what it is sent, publishes, saves.
 
   Attributes:
+    saved: the version that was saved last, here or by the run that this one
+      resumes.
     busy_s: seconds in which it made steps and published.
     save_s: seconds that the last save took of its time, since the last step.
     num_failed_saves: checkpoints that could not be written.
@@ -84,7 +86,7 @@ class TrainerPart(part.Part):
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
-    self._saved: int | None = None
+    self.saved: int | None = None
     # The state from which a step under way set out.
     self._underway: train_state.TrainState | None = None
     self.busy_s = self.save_s = 0.0
@@ -130,7 +132,7 @@ class TrainerPart(part.Part):
         f"Version {order.version} is to be saved, but the trainer is at "
         f"{version}."
       )
-    if self._saved == version:
+    if self.saved == version:
       return
     start_s = time.perf_counter()
     self.begin(f"saving version {version}")
@@ -143,7 +145,7 @@ class TrainerPart(part.Part):
       **order.trees,
       **({"recalled": recalled} if recalled else {}),
     )
-    self._saved = version
+    self.saved = version
     self.save_s = time.perf_counter() - start_s
     self._trace.span(
       self._track, f"save v{version}", start_s, time.perf_counter()

@@ -11,7 +11,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from dora_jax.parallel import axes
-from dora_jax.trainer import gradients, train_state
+from dora_jax.trainer import gradients, optimizers, train_state
+from dora_jax.trainer import trained as trained_lib
 
 
 def describe_mesh(topology: str, *, fsdp: int, tensor: int) -> Mesh:
@@ -35,7 +36,7 @@ def describe_mesh(topology: str, *, fsdp: int, tensor: int) -> Mesh:
 def compile_step(
   mesh: Mesh,
   settings: gradients.LossSettings,
-  optimizer: train_state.OptimizerSettings,
+  optimizer: optimizers.OptimizerSettings,
   *,
   row_length: int,
   rows_per_batch: int,
@@ -52,13 +53,10 @@ def compile_step(
   Returns:
     "accumulate", of a micro-batch, and "update".
   """
-  shapes, shardings = train_state.param_layout(settings.config, mesh)
+  trained = trained_lib.Policy(settings.config)
+  shapes, shardings = train_state.param_layout(trained, mesh)
   params = _place(shapes, shardings)
-  create = train_state.make_create(settings.config, mesh, optimizer)
-  state = jax.eval_shape(create, shapes)
-  state = _place(
-    state, train_state.state_shardings(settings.config, mesh, optimizer)
-  )
+  state = train_state.abstract_state(trained, mesh, optimizer)
   (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
   batch = {
     name: jax.ShapeDtypeStruct(
@@ -66,11 +64,13 @@ def compile_step(
     )
     for name, dtype in gradients.FIELDS.items()
   }
-  accumulate = gradients.make_accumulate(gradients.policy_loss, settings, mesh)
-  update = gradients.make_update(settings.config, mesh, optimizer)
+  accumulate = gradients.make_accumulate(
+    gradients.policy_loss, settings, trained, mesh
+  )
+  update = gradients.make_update(trained, mesh, optimizer)
   denominator = jax.ShapeDtypeStruct((), jnp.float32)
   lowered = {
-    "accumulate": accumulate.lower(params, params, batch, denominator),
+    "accumulate": accumulate.lower(params, None, params, batch, denominator),
     "update": update.lower(state, params),
   }
   return {name: program.compile() for name, program in lowered.items()}

@@ -61,8 +61,8 @@ def change(case: str) -> None:
       break_engines(number=None, hangs=True)
     case "trainer":
       break_trainer()
-    case "rewards":
-      pass  # By the config's reward function.
+    case "rewards" | "nothing":
+      pass  # The former by the config's reward function.
     case _:
       raise ValueError(f"No case is called {case!r}.")
 

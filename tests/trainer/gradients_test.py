@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dora_jax.parallel import axes
-from dora_jax.trainer import gradients
+from dora_jax.trainer import gradients, trained
 from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
@@ -37,17 +37,18 @@ def _gradient(mesh, *, row_length=24, rows_per_batch=8):
   batches = tiny.pack(
     tiny.make_groups(), row_length=row_length, rows_per_batch=rows_per_batch
   )
+  policy = trained.Policy(tiny.CONFIG)
   accumulate = gradients.make_accumulate(
-    gradients.policy_loss, _settings(mesh), mesh
+    gradients.policy_loss, _settings(mesh), policy, mesh
   )
   (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
-  sums = gradients.make_zeros(tiny.CONFIG, mesh)()
+  sums = gradients.make_zeros(policy, mesh)()
   params = jax.device_put(
     tiny.make_params(), jax.tree.map(lambda x: x.sharding, sums)
   )
   for batch in batches:
     arrays = gradients.put_batch(batch, rows)
-    sums, *_ = accumulate(params, sums, arrays, np.float32(50.0))
+    sums, *_ = accumulate(params, None, sums, arrays, np.float32(50.0))
   return sums
 
 
@@ -106,7 +107,7 @@ def test_logits_of_whole_rows_are_not_in_the_compiled_program():
   num_rows, row_length = 2, 512
   mesh = tiny.make_mesh()
   settings = _settings(mesh, config=config, logprob_chunk=16)
-  params = jax.eval_shape(gradients.make_zeros(config, mesh))
+  params = jax.eval_shape(gradients.make_zeros(trained.Policy(config), mesh))
   batch = {
     name: jax.ShapeDtypeStruct((num_rows, row_length), dtype)
     for name, dtype in gradients.FIELDS.items()

@@ -161,7 +161,8 @@ def test_callers_params_stay_valid_and_nothing_recompiles():
   params = tiny.make_params()
   trainer = tiny.make_trainer(params=params, rows_per_batch=1)
   trainer.train(tiny.make_groups(3))
-  functions: list[Any] = [trainer._zeros, trainer._accumulate, trainer._update]
+  policy = trainer._policy
+  functions: list[Any] = [policy._zeros, policy._accumulate, policy._update]
   num_compiled = [function._cache_size() for function in functions]
   for num_groups in (2, 5):
     trainer.train(tiny.make_groups(num_groups))
