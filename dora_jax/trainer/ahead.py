@@ -4,6 +4,8 @@ A TPU program needs no TPU to be compiled: libtpu and the description of a slice
 do. So what does not fit, or does not lower, shows before anybody waits for one.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,10 +66,11 @@ def compile_step(
     )
     for name, dtype in gradients.FIELDS.items()
   }
-  accumulate = gradients.make_accumulate(
+  # Jitted functions, whatever a type checker makes of their cache.
+  accumulate: Any = gradients.make_accumulate(
     gradients.policy_loss, settings, trained, mesh
   )
-  update = gradients.make_update(trained, mesh, optimizer)
+  update: Any = gradients.make_update(trained, mesh, optimizer)
   denominator = jax.ShapeDtypeStruct((), jnp.float32)
   lowered = {
     "accumulate": accumulate.lower(params, None, params, batch, denominator),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu import attention as kernels
@@ -71,7 +72,7 @@ def attend_heads(
   num_rows, num_tokens, num_heads, num_queries, width = query_BTKGH.shape
   heads = (num_rows, num_tokens, num_heads * num_queries, width)
   repeat = lambda x: jnp.repeat(x, num_queries, axis=2)
-  out_BTNH = kernels.mha(
+  out_BTNH: Any = kernels.mha(
     query_BTKGH.reshape(heads),
     repeat(key_BTKH),
     repeat(value_BTKH),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def _attend(
   kernel = _make_kernel(num_queries, num_tokens, interpret)
   of_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
   ids = kernels.SegmentIds(q=segment_ids_BT, kv=segment_ids_BT)
-  out_BKGTH = jax.vmap(of_heads)(query_BKGTH, key_BKTH, value_BKTH, ids)
+  out_BKGTH: Any = jax.vmap(of_heads)(query_BKGTH, key_BKTH, value_BKTH, ids)
   out_BTKGH = jnp.moveaxis(out_BKGTH, 3, 1)[..., :width]
   # Padding attends to padding, being a segment like any other.
   is_real_BT = (segment_ids_BT != 0)[:, :, None, None, None]
