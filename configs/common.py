@@ -261,6 +261,8 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.mask_truncated = False  # no loss on completions cut at their longest
   trainer.row_length = 64  # tokens of a packed row
   trainer.rows_per_batch = 8  # rows of a micro-batch, over all devices
+  # "auto" is by the device, and logged; or "xla" | "tpu" | "gpu"
+  trainer.attention = "auto"
   trainer.remat = False  # recompute layers in the backward pass
   trainer.logprob_chunk = 1024  # tokens projected on the vocabulary at once
   return trainer

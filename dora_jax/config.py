@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "generator.dtype": ("float32", "bfloat16"),
   "generator.weights_dtype": ("same", "int8"),
   "generator.kv_dtype": ("same", "int8"),
+  "trainer.attention": ("auto", "xla", "tpu", "gpu"),
   "trainer.optimizer": ("adamw", "muon", "adafactor"),
   "trainer.schedule": ("constant", "linear", "cosine"),
 }

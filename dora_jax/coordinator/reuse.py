@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,20 @@ class Reuse:
     self._versions: dict[int, int] = {}
     self._uses: collections.Counter[int] = collections.Counter()
     self.lag_counts: collections.Counter[int] = collections.Counter()
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "versions": [list(pair) for pair in self._versions.items()],
+      "uses": [list(pair) for pair in self._uses.items()],
+      "lag_counts": [list(pair) for pair in self.lag_counts.items()],
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._versions = dict(map(tuple, state["versions"]))
+    self._uses = collections.Counter(dict(state["uses"]))
+    self.lag_counts = collections.Counter(dict(state["lag_counts"]))
 
   def take(self, step: int) -> tuple[int, ...]:
     """The groups that this step takes again, in order of their ids.

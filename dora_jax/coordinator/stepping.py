@@ -31,6 +31,9 @@ class Stepping:
     self._held_since_s: float | None = None
     self._step_started_s = 0.0
     self._step_s = 0.0
+    # Of the step that was started last.
+    self._reused_ids: tuple[int, ...] = ()
+    self._kept_ids: tuple[int, ...] = ()
     self.wait_s = {"data": 0.0, "straggler": 0.0}
 
   def state(self) -> dict[str, Any]:
@@ -41,7 +44,9 @@ class Stepping:
       "step_started_s": self._step_started_s,
       "step_s": self._step_s,
       "wait_s": dict(self.wait_s),
-      "reused_lags": sorted(self.reuse.lag_counts.items()),
+      "reused_ids": list(self._reused_ids),
+      "kept_ids": list(self._kept_ids),
+      "reuse": self.reuse.state(),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -51,15 +56,16 @@ class Stepping:
     self._step_started_s = state["step_started_s"]
     self._step_s = state["step_s"]
     self.wait_s = dict(state["wait_s"])
-    self.reuse.lag_counts.update(dict(state["reused_lags"]))
+    self._reused_ids = tuple(state["reused_ids"])
+    self._kept_ids = tuple(state["kept_ids"])
+    self.reuse.restore(state["reuse"])
 
   def resume(self) -> list[ev.Command]:
     """Asks again for the step that was under way, if one was."""
     view = self._view
     if not view.is_training:
       return []
-    group_ids = tuple(view.ledger.in_batch)
-    return [ev.Train(step=view.newest_version, group_ids=group_ids)]
+    return [self._train()]
 
   def note_time(self, now_s: float) -> None:
     """Notes when the trainer's first wait began."""
@@ -87,13 +93,18 @@ class Stepping:
     self._schedule.step_started(
       view, waited_s=now_s - idle_since_s, step_s=self._step_s
     )
-    reused_ids = self.reuse.take(step)
+    self._reused_ids = self.reuse.take(step)
     self.reuse.remember(ledger.in_batch)
+    self._kept_ids = self.reuse.kept(step)
+    return self._train()
+
+  def _train(self) -> ev.Train:
+    """The step that is under way."""
     return ev.Train(
-      step=step,
-      group_ids=tuple(group_ids),
-      reused_ids=reused_ids,
-      kept_ids=self.reuse.kept(step),
+      step=self._view.newest_version,
+      group_ids=tuple(self._view.ledger.in_batch),
+      reused_ids=self._reused_ids,
+      kept_ids=self._kept_ids,
     )
 
   def is_held(self) -> bool:

@@ -32,6 +32,7 @@ from dora_jax.trainer import (
   train_step,
   trained,
 )
+from dora_jax.trainer.attention import choice as trainer_choice
 
 Config = Any
 
@@ -314,6 +315,9 @@ def make_trainer(
     recomputes_logprobs=trainer.recompute_logprobs,
     max_staleness=make_schedule(config).max_staleness,
     temperature=config.generator.temperature,
+    attention=trainer_choice.choose(
+      trainer.attention, mesh, config=shape, row_length=trainer.row_length
+    ),
     compute_dtype=jnp.dtype(config.model.compute_dtype),
     logprob_chunk=trainer.logprob_chunk,
     remat=trainer.remat,

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.model import attention, transformer
+from dora_jax.model import transformer
 from dora_jax.trainer import (
   advantages,
   aggregation,
@@ -178,20 +178,20 @@ def values(
   settings: gradients.LossSettings,
 ) -> Float[jax.Array, "B T"]:
   """The critic's values before each sampled token, in float32; 0 elsewhere."""
-  params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
   hidden_BTD, _ = transformer.forward(
     params["trunk"],
     trained_lib.trunk_config(settings.config),
     batch["tokens"],
     batch["positions"],
-    attend=attention.segment_attention(batch["segment_ids"]),
+    attend=settings.attention.attend(batch["segment_ids"]),
     remat=settings.remat,
     hidden_sharding=settings.hidden_sharding,
+    dtype=settings.compute_dtype,
   )
   values_BT = jnp.einsum(
     "BTD,D->BT",
     hidden_BTD,
-    params["value"],
+    params["value"].astype(settings.compute_dtype),
     preferred_element_type=jnp.float32,
   )
   # The hidden state at t - 1 is what is known before the token at t. A sampled

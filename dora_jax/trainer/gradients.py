@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Float
 
@@ -26,17 +27,18 @@ from dora_jax.trainer import (
   train_state,
 )
 from dora_jax.trainer import trained as trained_lib
+from dora_jax.trainer.attention import base
 
 # Fields of a PackedBatch that the loss reads; the rest stays on the host.
-_FIELDS = (
-  "tokens",
-  "positions",
-  "segment_ids",
-  "loss_mask",
-  "advantages",
-  "behavior_logprobs",
-  "lags",
-)
+FIELDS = {
+  "tokens": np.int32,
+  "positions": np.int32,
+  "segment_ids": np.int32,
+  "loss_mask": np.float32,
+  "advantages": np.float32,
+  "behavior_logprobs": np.float32,
+  "lags": np.int32,
+}
 
 DeviceBatch = Mapping[str, jax.Array]
 
@@ -78,6 +80,7 @@ class LossSettings:
     config: of the model.
     objective: of the policy.
     temperature: at which the generator samples.
+    attention: within the segments of a row.
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
     remat: see logprobs.token_logprobs.
@@ -87,6 +90,7 @@ class LossSettings:
   config: transformer.ModelConfig
   objective: objective.Objective
   temperature: float
+  attention: base.SegmentAttention
   compute_dtype: Any
   logprob_chunk: int
   remat: bool
@@ -104,7 +108,7 @@ def put_batch(
 
   An objective may need "recomputed_logprobs" and "ref_logprobs" besides.
   """
-  arrays = {field: getattr(batch, field) for field in _FIELDS}
+  arrays = {field: getattr(batch, field) for field in FIELDS}
   return jax.device_put(arrays, sharding)
 
 
@@ -117,13 +121,14 @@ def score(
   learns_entropy: bool,
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
   """Log-probabilities and entropies of a micro-batch's tokens."""
-  params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
   return logprobs.token_logprobs(
     params,
     settings.config,
     batch["tokens"],
     batch["positions"],
     batch["segment_ids"],
+    attend=settings.attention.attend,
+    dtype=settings.compute_dtype,
     temperature=temperature,
     learns_entropy=learns_entropy,
     remat=settings.remat,

@@ -31,6 +31,7 @@ from dora_jax.trainer import critic as critic_lib
 from dora_jax.trainer import objective as objective_lib
 from dora_jax.trainer import shaping as shaping_lib
 from dora_jax.trainer import trained as trained_lib
+from dora_jax.trainer.attention import base
 
 _Phase = Literal["policy", "supervised"]
 
@@ -70,6 +71,7 @@ class Trainer:
     recomputes_logprobs: bool,
     max_staleness: int,
     temperature: float,
+    attention: base.SegmentAttention,
     compute_dtype: jax.typing.DTypeLike,
     logprob_chunk: int,
     remat: bool,
@@ -95,6 +97,7 @@ class Trainer:
         forward; see recall.Recall for what it costs.
       max_staleness: K, how old a trajectory may be.
       temperature: at which the generators sample.
+      attention: within the segments of a row.
       compute_dtype: of the forward and backward pass; params stay float32.
       logprob_chunk: see logprobs.token_logprobs.
       remat: see logprobs.token_logprobs.
@@ -112,6 +115,7 @@ class Trainer:
       config=config,
       objective=objective,
       temperature=temperature,
+      attention=attention,
       compute_dtype=compute_dtype,
       logprob_chunk=logprob_chunk,
       remat=remat,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dora_jax.trainer import gradients, lora
+from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
 _SETTINGS = lora.Settings(
@@ -57,6 +58,7 @@ def test_gradients_are_those_through_the_merged_weights():
     config=tiny.CONFIG,
     objective=tiny.OBJECTIVE,
     temperature=1.0,
+    attention=xla.XlaAttention(),
     compute_dtype=jnp.float32,
     logprob_chunk=8,
     remat=False,

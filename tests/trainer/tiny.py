@@ -17,6 +17,7 @@ from dora_jax.trainer import (
   train_step,
   trained,
 )
+from dora_jax.trainer.attention import xla
 
 CONFIG = transformer.ModelConfig(
   vocab_size=16,
@@ -130,6 +131,7 @@ def make_trainer(**changes) -> train_step.Trainer:
     "recomputes_logprobs": False,
     "max_staleness": 2,
     "temperature": 1.0,
+    "attention": xla.XlaAttention(),
     "compute_dtype": jnp.float32,
     "logprob_chunk": 8,
     "remat": False,
