@@ -22,7 +22,15 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dora_jax import config as config_lib
-from dora_jax.runtime import build, cold_start, following, local, pieces
+from dora_jax.runtime import (
+  build,
+  cold_start,
+  following,
+  local,
+  pieces,
+  progress,
+)
+from dora_jax.runtime import workdir as workdir_lib
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
@@ -107,18 +115,28 @@ def main(argv: list[str]) -> int:
       raise ValueError(
         f"Arguments {argv[1:]} mean nothing: use --config.FIELD."
       )
+    # Else all would be written where the command happens to be started.
+    if not flags.FLAGS.workdir:
+      raise ValueError(
+        "--workdir is empty: give a folder for all that is made."
+      )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
     if follow:
       following.open_record(config, workdir, follow)
+    workdir_lib.prepare(workdir)
   except (ValueError, FileNotFoundError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {progress.printable(str(error))}", file=sys.stderr)
     return EXIT_CONFIG
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
     return run(config, workdir, command=command, follow=follow)
+  except build.CannotBuild as error:
+    logging.debug("Where it was found:", exc_info=True)
+    print(f"error: {progress.printable(str(error))}", file=sys.stderr)
+    return EXIT_CONFIG
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
     return EXIT_BROKEN
@@ -148,9 +166,22 @@ def define_flags() -> None:
   flags.mark_flags_as_required(["config", "workdir"])
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses the flags; what cannot be parsed ends the program in one line."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(EXIT_CONFIG)
+
+
 if __name__ == "__main__":
-  if (wrong := unknown_field(sys.argv[1:])) is not None:
+  try:
+    wrong = unknown_field(sys.argv[1:])
+  except (ValueError, FileNotFoundError) as error:
+    wrong = str(error)
+  if wrong is not None:
     print(f"error: {wrong}", file=sys.stderr)
     sys.exit(EXIT_CONFIG)
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -22,12 +22,21 @@ def make_prompt(answer="7", num_tokens=3):
   )
 
 
-def make_pool(reward=ODD, num_workers=2, timeout_s=30.0, **reward_kwargs):
+def make_pool(
+  reward=ODD,
+  num_workers=2,
+  timeout_s=30.0,
+  memory_bytes=2 << 30,
+  has_network=False,
+  **reward_kwargs,
+):
   return reward_pool.RewardPool(
     reward=reward,
     reward_kwargs=reward_kwargs,
     num_workers=num_workers,
     timeout_s=timeout_s,
+    memory_bytes=memory_bytes,
+    has_network=has_network,
   )
 
 
@@ -137,7 +146,8 @@ def test_worker_ends_with_its_parent():
     "from dora_jax import types\n"
     "from dora_jax.tasks import reward_pool\n"
     "pool = reward_pool.RewardPool(reward='exact_match', reward_kwargs={},"
-    " num_workers=1, timeout_s=30.0)\n"
+    " num_workers=1, timeout_s=30.0, memory_bytes=2 << 30,"
+    " has_network=False)\n"
     "print(pool._workers[0].process.pid, flush=True)\n"
     "os._exit(0)\n"
   )
