@@ -1,25 +1,51 @@
-"""Checkpoints on disk: a pytree of arrays and a few JSON values per step.
+"""Checkpoints on disk: trees of arrays and a few JSON values per step.
 
 A thin layer over orbax. Saving is asynchronous; a step is written beside its
-place and renamed when it is complete, so that `latest` never sees a part.
+place and renamed when it is complete, so that a scan of the folder never sees a
+part. An older one is renamed away before it is deleted, and only once a newer
+one is complete: at any instant there is at least one, if there ever was.
 """
 
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from orbax import checkpoint as ocp
+
+_STATE, _EXTRAS = "state", "extras"
+# Where steps that are to be deleted go first: one file of it less would leave
+# what looks like a checkpoint.
+_TRASH = ".deleted"
+# Of files that hold no arrays: names, shapes, JSON.
+_OVERHEAD_BYTES = 2**20
+
+
+class SaveFailed(RuntimeError):
+  """A checkpoint could not be written; those before it are as they were."""
 
 
 class Checkpoints:
   """The checkpoints in one folder; `close` before the process ends."""
 
-  def __init__(self, folder: str | pathlib.Path, *, max_to_keep: int) -> None:
+  def __init__(
+    self,
+    folder: str | pathlib.Path,
+    *,
+    max_to_keep: int,
+    keep_every_steps: int = 0,
+    read_only: bool = False,
+  ) -> None:
     """Opens the folder, or makes it; removes what a crash left half written.
 
     Args:
       folder: holds a subfolder for each step.
       max_to_keep: older complete steps are deleted.
+      keep_every_steps: steps that it divides are never deleted; 0 has none.
+      read_only: whether another process may be writing into the folder, of
+        which nothing is to be removed then.
     """
     if max_to_keep < 1:
       raise ValueError(
@@ -27,14 +53,24 @@ class Checkpoints:
         "config.checkpoint.max_to_keep."
       )
     self._folder = pathlib.Path(folder).absolute()
-    self._manager = ocp.CheckpointManager(
-      self._folder,
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=max_to_keep, cleanup_tmp_directories=True
-      ),
+    self._options = ocp.CheckpointManagerOptions(
+      max_to_keep=max_to_keep,
+      keep_period=keep_every_steps or None,
+      cleanup_tmp_directories=not read_only,
+      todelete_subdir=None if read_only else _TRASH,
+      read_only=read_only,
     )
+    self._manager = self._open()
+    self._being_saved: int | None = None
+    self._empty_trash()
 
-  def save(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
+  def save(
+    self,
+    step: int,
+    state: Any,
+    extras: Mapping[str, Any],
+    **trees: Any,
+  ) -> None:
     """Starts to write a step; first waits for the one being written.
 
     The arrays may be donated as soon as this returns.
@@ -43,17 +79,28 @@ class Checkpoints:
       step: not yet saved.
       state: pytree of jax arrays.
       extras: JSON-able.
+      **trees: further pytrees of arrays by name, none of them empty.
+
+    Raises:
+      SaveFailed: the step before could not be written to its end, or the disk
+        has no room for this one.
     """
+    self.wait()
+    self._check_room(step, [state, trees])
     self._manager.save(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state),
-        extras=ocp.args.JsonSave(dict(extras)),
+        **{
+          _STATE: ocp.args.StandardSave(state),
+          _EXTRAS: ocp.args.JsonSave(dict(extras)),
+          **{n: ocp.args.StandardSave(tree) for n, tree in trees.items()},
+        }
       ),
     )
+    self._being_saved = step
 
   def restore(
-    self, step: int | None, abstract_state: Any
+    self, step: int | None, abstract_state: Any, **abstract_trees: Any
   ) -> tuple[Any, dict[str, Any]]:
     """Reads (state, extras) of a step.
 
@@ -66,7 +113,82 @@ class Checkpoints:
       FileNotFoundError: there is no such step.
       ValueError: saved shapes or structure differ from the wanted ones.
     """
-    self._manager.wait_until_finished()
+    restored = self._restore(
+      step,
+      **{
+        _STATE: ocp.args.StandardRestore(abstract_state),
+        _EXTRAS: ocp.args.JsonRestore(),
+      },
+    )
+    return restored[_STATE], restored[_EXTRAS]
+
+  def extras(self, step: int | None) -> dict[str, Any]:
+    """Reads the JSON values of a step alone.
+
+    Raises:
+      FileNotFoundError: there is no such step.
+    """
+    return self._restore(step, **{_EXTRAS: ocp.args.JsonRestore()})[_EXTRAS]
+
+  def tree(self, step: int, name: str, abstract: Any) -> Any:
+    """Reads one of the further trees of a step.
+
+    Args:
+      step: it was saved with.
+      name: of the tree.
+      abstract: pytree of jax.ShapeDtypeStruct with shardings for arrays on
+        devices, of numpy arrays for arrays in host memory.
+    """
+    restored = self._restore(step, **{name: ocp.args.StandardRestore(abstract)})
+    return restored[name]
+
+  def latest(self) -> int | None:
+    """The newest complete step; None where there is none."""
+    return max(self._complete_steps(), default=None)
+
+  def wait(self) -> None:
+    """Waits until the step being saved is written.
+
+    Raises:
+      SaveFailed: it could not be.
+    """
+    step, self._being_saved = self._being_saved, None
+    try:
+      self._manager.wait_until_finished()
+    # Whatever a file system, or the library that writes to it, may raise.
+    except Exception as error:
+      self._reopen()
+      raise SaveFailed(
+        f"The checkpoint of step {step} could not be written: "
+        f"{str(error)[:300]} … Complete in {self._folder}: steps "
+        f"{self._complete_steps()}."
+      ) from error
+    self._empty_trash()
+
+  def close(self) -> None:
+    """Waits until everything is written.
+
+    Raises:
+      SaveFailed: the step being saved could not be written.
+    """
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
+
+  def _empty_trash(self) -> None:
+    if not self._options.read_only:
+      shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+
+  def _open(self) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(self._folder, options=self._options)
+
+  def _reopen(self) -> None:
+    """Begins anew after a failure, of which the manager keeps a part."""
+    self._manager = self._open()
+
+  def _restore(self, step: int | None, **items: Any) -> Any:
+    self.wait()
     steps = self._complete_steps()
     found = self.latest() if step is None else step
     if found not in steps:
@@ -74,22 +196,24 @@ class Checkpoints:
         f"{self._folder} holds complete checkpoints of steps {steps}, "
         f"need {'any' if step is None else step}."
       )
-    restored = self._manager.restore(
-      found,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(abstract_state),
-        extras=ocp.args.JsonRestore(),
-      ),
+    return self._manager.restore(found, args=ocp.args.Composite(**items))
+
+  def _check_room(self, step: int, trees: Any) -> None:
+    """Raises SaveFailed where the arrays are more than the disk has room for.
+
+    Compression may make them fewer, which no one can know before.
+    """
+    needed = _OVERHEAD_BYTES + sum(
+      leaf.size * np.dtype(leaf.dtype).itemsize
+      for leaf in jax.tree.leaves(trees)
     )
-    return restored["state"], restored["extras"]
-
-  def latest(self) -> int | None:
-    """The newest complete step; None where there is none."""
-    return max(self._complete_steps(), default=None)
-
-  def close(self) -> None:
-    """Waits until everything is written."""
-    self._manager.close()
+    free = shutil.disk_usage(self._folder).free
+    if free < needed:
+      raise SaveFailed(
+        f"The checkpoint of step {step} needs {needed:,} bytes, but "
+        f"{self._folder} has {free:,} free: make room, or lower "
+        "config.checkpoint.max_to_keep."
+      )
 
   def _complete_steps(self) -> list[int]:
     # From the disk, for what the manager remembers includes the step that is

@@ -46,6 +46,7 @@ _FROM_ZERO = (
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
+  "checkpoint.keep_every_steps",
 )
 _FROM_ONE = (
   "task.max_prompt_tokens", "task.reward_workers", "cold_start.batch_size",

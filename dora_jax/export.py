@@ -36,7 +36,9 @@ def restore(
   """
   config, shape = _read(workdir)
   checkpoints = checkpoint.Checkpoints(
-    workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
+    workdir / "checkpoints",
+    max_to_keep=config.checkpoint.max_to_keep,
+    read_only=True,
   )
   try:
     state, _ = checkpoints.restore(

@@ -4,10 +4,16 @@
 
 Any field of the config can be set on the way: --config.trainer.lr=1e-6. With
 --replay=OTHER/events.jsonl.gz the run repeats the decisions of another one of
-the same config, and on CPU ends with the same params, bit for bit. The exit
-status is 0 where the run ended as it should and every promise held, 1
-where one was broken or a part failed, 2 where the config cannot be run, and 130
-after Ctrl-C.
+the same config, and on CPU ends with the same params, bit for bit.
+
+The same command in the same workdir goes on with the run that is there, from
+its newest complete checkpoint. Ctrl-C and SIGTERM end a run in order: the step
+being made is finished, and everything saved.
+
+The exit status is 0 where the run ended as it should and every promise held, 1
+where one was broken, a part failed or the last checkpoint could not be written,
+2 where the config cannot be run, 3 where there was nothing to learn, 130 after
+Ctrl-C, and 143 after SIGTERM.
 """
 
 import pathlib
@@ -21,6 +27,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from dora_jax import checkpoint
 from dora_jax import config as config_lib
 from dora_jax.runtime import (
   build,
@@ -29,6 +36,7 @@ from dora_jax.runtime import (
   local,
   pieces,
   progress,
+  resuming,
 )
 from dora_jax.runtime import workdir as workdir_lib
 
@@ -36,6 +44,8 @@ EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_NOTHING_LEARNT = 3
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+_EXIT_SIGNALS = {"sigint": EXIT_INTERRUPTED, "sigterm": EXIT_TERMINATED}
 
 
 def run(
@@ -55,33 +65,23 @@ def run(
   """
   start_s = time.perf_counter()
   with build.build(config, workdir, follow=follow) as made:
-    if config.cold_start.steps:
-      cold_start.cold_start(
-        made.trainer,
-        made.task.worked_examples(
-          prefix=config.cold_start.prefix,
-          wrong_share=config.cold_start.wrong_share,
-          seed=config.seed,
-        ),
-        num_steps=config.cold_start.steps,
-        batch_size=config.cold_start.batch_size,
-        seed=config.seed,
-        note=made.results.note,
-      )
-    made.trainer_part.publish()
-    if config.checkpoint.every_steps:
-      made.trainer_part.save()
+    if made.saver.found is not None:
+      made.runtime.resume()
+    else:
+      _begin(config, made)
     ready_s = time.perf_counter()
     made.results.note(f"ready after {ready_s - start_s:.1f} s")
     reason = made.runtime.run()
-    made.trainer_part.save()
+    failed = _save(made)
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
+  if failed:
+    logging.error("What the run has made last is not saved. %s", failed)
   for sentence in broken:
     logging.error("A promise was broken: %s", sentence)
-  if reason == "sigint":
-    return EXIT_INTERRUPTED
+  if reason in _EXIT_SIGNALS:
+    return EXIT_BROKEN if failed else _EXIT_SIGNALS[reason]
   if reason == "data_exhausted":
     logging.info("The data ended before config.coordinator.num_steps.")
   if reason == "nothing_to_learn":
@@ -93,7 +93,37 @@ def run(
       config.coordinator.filter_patience * config.coordinator.prompts_per_batch,
     )
     return EXIT_NOTHING_LEARNT
-  return EXIT_BROKEN if broken else 0
+  return EXIT_BROKEN if broken or failed else 0
+
+
+def _begin(config: Any, made: build.Run) -> None:
+  """Makes version 0."""
+  if config.cold_start.steps:
+    cold_start.cold_start(
+      made.trainer,
+      made.task.worked_examples(
+        prefix=config.cold_start.prefix,
+        wrong_share=config.cold_start.wrong_share,
+        seed=config.seed,
+      ),
+      num_steps=config.cold_start.steps,
+      batch_size=config.cold_start.batch_size,
+      seed=config.seed,
+      note=made.results.note,
+    )
+  made.trainer_part.publish()
+  if config.checkpoint.every_steps:
+    made.runtime.save()
+
+
+def _save(made: build.Run) -> str:
+  """Saves what a run has ended with; says what went wrong, if anything."""
+  try:
+    made.runtime.save()
+    made.saver.checkpoints.wait()
+  except checkpoint.SaveFailed as error:
+    return str(error)
+  return ""
 
 
 def prepare_devices(config: Any) -> None:
@@ -127,6 +157,7 @@ def main(argv: list[str]) -> int:
     if follow:
       following.open_record(config, workdir, follow)
     workdir_lib.prepare(workdir)
+    resuming.find(config, workdir)
   except (ValueError, FileNotFoundError) as error:
     print(f"error: {progress.printable(str(error))}", file=sys.stderr)
     return EXIT_CONFIG

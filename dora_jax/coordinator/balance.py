@@ -6,6 +6,7 @@ Source: DORA, arXiv 2604.26256, section 4.
 import collections
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
@@ -60,6 +61,24 @@ class Balancer:
     self._placement = placement
     self._last_s = 0.0
     self._pressed: set[int] = set()
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "counts": dict(self.counts),
+      "last_s": self._last_s,
+      "pressed": sorted(self._pressed),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self.counts = collections.Counter(state["counts"])
+    self._last_s = state["last_s"]
+    self._pressed = set(state["pressed"])
+
+  def resume(self) -> None:
+    """Forgets which meshes were short of pages: nothing runs."""
+    self._pressed.clear()
 
   def note_pressure(self, mesh_id: int, kv_used_share: float) -> bool:
     """Says whether a mesh's KV pressure has just passed the threshold."""

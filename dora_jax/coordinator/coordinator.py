@@ -6,7 +6,7 @@ the versions, members of started groups get slots, generators change version,
 new groups start, and versions that nothing needs are freed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dora_jax.coordinator import (
@@ -31,6 +31,8 @@ class Coordinator:
     balancer: what is counted of Algorithm 1.
     schedule: the strategy.
     stop_reason: why the run ended; None while it goes on.
+    generated_before: tokens that generators had sampled before the run was
+      resumed.
   """
 
   def __init__(
@@ -83,6 +85,7 @@ class Coordinator:
     self._trigger: str | None = None
     self._is_stopping: str | None = None
     self.stop_reason: str | None = None
+    self.generated_before = 0
 
   @property
   def max_staleness(self) -> int:
@@ -172,6 +175,8 @@ class Coordinator:
         self._note_joined(event, now_s)
       case ev.GeneratorLost():
         return self._note_lost(event, now_s)
+      case ev.Resumed():
+        return self._note_resumed(event, now_s)
       case ev.DataExhausted():
         self._note_data_end(event)
       case ev.StopRequested():
@@ -331,6 +336,21 @@ class Coordinator:
       self._is_stopping = "generators_lost"
     return commands
 
+  def _note_resumed(self, event: ev.Resumed, now_s: float) -> list[ev.Command]:
+    """Forgets the generators; asks anew for what was under way."""
+    for view in list(self.fleet):
+      self.fleet.remove(view.generator_id, now_s)
+    versions = {self.newest_version, *event.versions}
+    self.balancer.resume()
+    self._serving.resume(versions)
+    # Live requests of a schedule that mixes versions go on under any.
+    if self.schedule.mixes_versions:
+      versions |= {group.version for group in self.ledger.open.values()}
+    commands = self._surrender.resume(versions)
+    self.generated_before = self.ledger.tokens.generated
+    self._may_train = True
+    return [*commands, *self._stepping.resume()]
+
   def _put_back(self, requests: Sequence[fleet_lib.Member]) -> None:
     for group_id, member in requests:
       group = self.ledger.open.get(group_id)
@@ -361,8 +381,8 @@ class Coordinator:
     if view.is_training:
       return []
     if self._is_stopping is not None:
+      # What is unfinished stays as it is, for a run that resumes this one.
       self.stop_reason = self._is_stopping
-      self.ledger.abandon("stopped")
     elif self._placement.cancelling or self._placement.in_transit:
       return []  # What they have to report is still to be accounted for.
     elif view.newest_version == self._num_steps:
@@ -412,36 +432,51 @@ class Coordinator:
     return [*self._stepping.waits(), *self._serving.waits()]
 
   def snapshot(self) -> dict[str, Any]:
-    """The state as JSON-able data, written beside the report of a stall."""
-    ledger = self.ledger
+    """The state as JSON-able data, from which `restore` goes on.
+
+    Its size does not grow with the run.
+    """
     return {
       "newest_version": self.newest_version,
       "is_training": self._view.is_training,
       "versions_alive": self.versions_alive(),
-      "next_group_id": ledger.next_group_id,
-      "num_trained": ledger.num_trained,
-      "dropped": dict(ledger.dropped),
-      # Not asdict(), which rebuilds a Counter wrongly.
-      "tokens": {
-        **vars(ledger.tokens),
-        "dropped": dict(ledger.tokens.dropped),
-      },
-      "in_batch": sorted(ledger.in_batch),
-      "ready": [list(entry) for entry in ledger.ready],
-      "in_transit": [[*r, to] for r, to in self._placement.in_transit.items()],
-      "cancelling": [list(r) for r in self._placement.cancelling],
-      "open": [
-        {
-          "group_id": group.group_id,
-          "version": group.version,
-          "waiting": group.waiting,
-          "running": {str(m): g for m, g in group.running.items()},
-          "unscored": sorted(group.unscored),
-        }
-        for group in ledger.open.values()
-      ],
-      "generators": [
-        {**vars(view), "residents": [list(r) for r in view.residents]}
-        for view in self.fleet
-      ],
+      "num_left_to_start": self._view.num_left_to_start,
+      "num_groups": self._num_groups,
+      "stop_reason": self.stop_reason,
+      "generated_before": self.generated_before,
+      "may_train": self._may_train,
+      "ledger": self.ledger.state(),
+      "placement": self._placement.state(),
+      "surrender": self._surrender.state(),
+      "serving": self._serving.state(),
+      "stepping": self._stepping.state(),
+      "balancer": self.balancer.state(),
+      "schedule": self.schedule.state(),
+      "fleet": self.fleet.state(),
     }
+
+  def restore(self, snapshot: Mapping[str, Any]) -> None:
+    """Goes on from a snapshot as the coordinator would have that it is of.
+
+    A run that had stopped goes on too. In another process Resumed has to come
+    first, for nothing of what was commanded is still under way there.
+
+    Args:
+      snapshot: of a coordinator with the same arguments, but that `num_steps`
+        may differ; after JSON or not.
+    """
+    view = self._view
+    view.newest_version = snapshot["newest_version"]
+    view.is_training = snapshot["is_training"]
+    view.num_left_to_start = snapshot["num_left_to_start"]
+    self._num_groups = snapshot["num_groups"]
+    self.generated_before = snapshot["generated_before"]
+    self._may_train = snapshot["may_train"]
+    self.ledger.restore(snapshot["ledger"])
+    self._placement.restore(snapshot["placement"])
+    self._surrender.restore(snapshot["surrender"])
+    self._serving.restore(snapshot["serving"])
+    self._stepping.restore(snapshot["stepping"])
+    self.balancer.restore(snapshot["balancer"])
+    self.schedule.restore(snapshot["schedule"])
+    self.fleet.restore(snapshot["fleet"])

@@ -32,6 +32,21 @@ class GeneratorLost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumed:
+  """The process has ended and another has restored the coordinator's snapshot.
+
+  No generator is left, nor anything that was under way; what is still needed is
+  commanded anew.
+
+  Attributes:
+    versions: older than the newest, of which the params were saved as well, so
+      that their groups go on; those of others start anew at the newest version.
+  """
+
+  versions: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
   """A generator serves this version, and has acknowledged its checksum.
 
@@ -171,6 +186,7 @@ class Tick:
 Event = (
   GeneratorJoined
   | GeneratorLost
+  | Resumed
   | Loaded
   | Progress
   | Finished

@@ -8,7 +8,8 @@ a version are free.
 import collections
 import dataclasses
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 Member = tuple[int, int]
 
@@ -80,11 +81,31 @@ class GeneratorView:
       return self.loading
     return self.version if self.leaving_for is None else self.leaving_for
 
+  def state(self) -> dict[str, Any]:
+    """All of it but what the indexes hold of it, JSON-able."""
+    return {
+      **{name: getattr(self, name) for name in _SAVED},
+      "residents": [list(request) for request in self.residents],
+    }
+
+  @classmethod
+  def from_state(cls, state: Mapping[str, Any]) -> "GeneratorView":
+    """The view of which `state` was taken, in no index yet."""
+    residents = dict.fromkeys(map(tuple, state["residents"]))
+    return cls(**{**state, "residents": residents})
+
   def is_pinned(self) -> bool:
     """Whether something is on its way, so that it must keep its version."""
     return (
       self.loading is not None or self.num_incoming > 0 or self.num_outgoing > 0
     )
+
+
+_SAVED = [
+  field.name
+  for field in dataclasses.fields(GeneratorView)
+  if not field.name.startswith("indexed_")
+]
 
 
 class Fleet:
@@ -124,6 +145,30 @@ class Fleet:
 
   def __contains__(self, generator_id: int) -> bool:
     return generator_id in self._views
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "generators": [view.state() for view in self],
+      "idle": list(self._idle),
+      "mark": self._mark,
+      "wait_s": dict(self.wait_s),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state; only for a fleet that has no generator yet."""
+    views = [GeneratorView.from_state(each) for each in state["generators"]]
+    self._views = {view.generator_id: view for view in views}
+    # Indexed in the order of their last changes, which `emptiest` goes by.
+    for view in sorted(views, key=lambda view: view.mark):
+      self._mark = view.mark - 1
+      view.mark = 0
+      self._index(view, view.num_free())
+      promise = view.leaving_for if view.loading is None else None
+      self._pledge(view, view.pledge(), promise)
+    self._mark = state["mark"]
+    self._idle = dict.fromkeys(state["idle"])
+    self.wait_s = dict(state["wait_s"])
 
   def add(self, view: GeneratorView) -> None:
     """Takes in a generator that has joined."""

@@ -8,11 +8,22 @@ along the way: generated = open + ready + in batch + trained + dropped.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 # Why the filter drops a group.
 ALL_SOLVED = "all_solved"
 NONE_SOLVED = "none_solved"
+
+# Of a ledger's state, what is a number.
+_NUMBERS = (
+  "next_group_id",
+  "num_trained",
+  "num_filtered_in_row",
+  "num_regenerated",
+  "num_moved",
+  "num_generated",
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -46,6 +57,28 @@ class OpenGroup:
   def is_settled(self) -> bool:
     """No member waits, runs or lacks its verdict."""
     return not (self.waiting or self.running or self.unscored)
+
+  def is_generating(self) -> bool:
+    """A member waits or runs."""
+    return bool(self.waiting or self.running)
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able; `from_state` makes its equal."""
+    return {
+      **vars(self),
+      "waiting": list(self.waiting),
+      "failures": list(self.failures),
+      "lengths": list(self.lengths),
+      "running": [list(pair) for pair in self.running.items()],
+      "unscored": sorted(self.unscored),
+    }
+
+  @classmethod
+  def from_state(cls, state: Mapping[str, Any]) -> "OpenGroup":
+    """The group of which `state` was taken."""
+    running = dict(map(tuple, state["running"]))
+    unscored = set(state["unscored"])
+    return cls(**{**state, "running": running, "unscored": unscored})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +203,10 @@ class Ledger:
     )
     self._closed: dict[int, ClosedGroup] = {}
     self._num_dropped = 0
+
+  def is_ready(self, group_id: int) -> bool:
+    """Whether a group may be trained, and is not yet in a batch."""
+    return group_id in self._closed and group_id not in self.in_batch
 
   def num_dropped(self) -> int:
     """Groups dropped, for whatever reason."""
@@ -319,16 +356,16 @@ class Ledger:
     self.tokens.dropped[reason] += num_tokens
     self._count_length(reason, num_tokens)
 
-  def regenerate(self, group: OpenGroup, *, version: int) -> None:
-    """Starts a group anew, at another version.
+  def regenerate(self, group: OpenGroup, *, version: int, reason: str) -> None:
+    """Starts a group anew, at another version; counts what it had as dropped.
 
     Its members have finished or wait, and one at least has not finished.
     """
     num_tokens = sum(group.lengths)
     self.tokens.open -= num_tokens
-    self.tokens.dropped["evicted"] += num_tokens
+    self.tokens.dropped[reason] += num_tokens
     for length in group.lengths:
-      self._count_length("evicted", length)
+      self._count_length(reason, length)
     for counts in self._counts:
       _add(counts, group.version, -1)
       _add(counts, version, 1)
@@ -338,11 +375,66 @@ class Ledger:
     group.num_scored = group.num_solved = 0
     self.num_regenerated += 1
 
-  def abandon(self, reason: str) -> None:
-    """Drops whatever runs or is ready, at an early end."""
-    ids = [*self.open, *(group_id for _, group_id in self.ready)]
-    for group_id in ids:
-      self.drop(group_id, reason)
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able; O(groups that are open, ready or in batch)."""
+    return {
+      **{name: getattr(self, name) for name in _NUMBERS},
+      # Not asdict(), which rebuilds a Counter wrongly.
+      "tokens": {**vars(self.tokens), "dropped": dict(self.tokens.dropped)},
+      "dropped": dict(self.dropped),
+      "dropped_lengths": [
+        [reason, [list(pair) for pair in counts.items()]]
+        for reason, counts in self.dropped_lengths.items()
+      ],
+      "lag_counts": [list(pair) for pair in self.lag_counts.items()],
+      "lag_sums": dict(self.lag_sums),
+      "open": [group.state() for group in self.open.values()],
+      "closed": [
+        [group_id, {**vars(group), "lengths": list(group.lengths)}]
+        for group_id, group in self._closed.items()
+      ],
+      "in_batch": list(self.in_batch),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state that was taken of another ledger."""
+    for name in _NUMBERS:
+      setattr(self, name, state[name])
+    dropped_tokens = collections.Counter(state["tokens"]["dropped"])
+    self.tokens = Tokens(**{**state["tokens"], "dropped": dropped_tokens})
+    self.dropped = collections.Counter(state["dropped"])
+    self._num_dropped = self.dropped.total()
+    self.dropped_lengths = {
+      reason: collections.Counter(dict(counts))
+      for reason, counts in state["dropped_lengths"]
+    }
+    self.lag_counts = collections.Counter(dict(state["lag_counts"]))
+    self.lag_sums = dict(state["lag_sums"])
+    groups = map(OpenGroup.from_state, state["open"])
+    self.open = {group.group_id: group for group in groups}
+    self._closed = {
+      group_id: ClosedGroup(**group) for group_id, group in state["closed"]
+    }
+    self.in_batch = {g: self._closed[g].version for g in state["in_batch"]}
+    self.ready = sorted(
+      (group.version, group_id)
+      for group_id, group in self._closed.items()
+      if group_id not in self.in_batch
+    )
+    self._recount()
+
+  def _recount(self) -> None:
+    """Counts groups by version from the groups themselves."""
+    for counts in (*self._counts, self.num_ready):
+      counts.clear()
+    for group in self.open.values():
+      _add(self.num_unfinished, group.version, 1)
+      _add(self.num_untrained, group.version, 1)
+      if group.is_generating():
+        _add(self.num_generating, group.version, 1)
+    for version, _ in self.ready:
+      _add(self.num_ready, version, 1)
+      _add(self.num_untrained, version, 1)
 
   def _group(self, group_id: int, verb: str) -> OpenGroup:
     if group_id not in self.open:

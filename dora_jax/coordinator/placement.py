@@ -5,7 +5,8 @@ the pages of their prompt; a request stays where it is unless it must go.
 """
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
@@ -30,6 +31,21 @@ class Placement:
     self.waiting: dict[int, dict[int, ledger_lib.OpenGroup]] = (
       collections.defaultdict(dict)
     )
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able; groups by their ids."""
+    return {
+      "in_transit": [[*r, target] for r, target in self.in_transit.items()],
+      "cancelling": [[*r, reason] for r, reason in self.cancelling.items()],
+      "waiting": [[v, list(groups)] for v, groups in self.waiting.items()],
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state, after the ledger has."""
+    self.in_transit = {(g, m): target for g, m, target in state["in_transit"]}
+    self.cancelling = {(g, m): reason for g, m, reason in state["cancelling"]}
+    for version, group_ids in state["waiting"]:
+      self.waiting[version] = {g: self._ledger.open[g] for g in group_ids}
 
   def seat(
     self, group: ledger_lib.OpenGroup, *, version: int, now_s: float

@@ -1,5 +1,8 @@
 """Which version each generator serves, what starts on it, which are freed."""
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from dora_jax.coordinator import balance, placement
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
@@ -34,6 +37,24 @@ class Serving:
     self._changed: dict[int, None] = {}
     self.must_release = False
     self.versions_alive_max = 1
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able, between two events."""
+    return {
+      "held": sorted(self._held),
+      "versions_alive_max": self.versions_alive_max,
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._held = set(state["held"])
+    self.versions_alive_max = state["versions_alive_max"]
+
+  def resume(self, versions: Collection[int]) -> None:
+    """Begins without generators; the store holds these versions."""
+    self._changed.clear()
+    self._held = set(versions)
+    self.must_release = True
 
   def note_changed(self, generator_id: int) -> None:
     """Has a generator looked at again."""

@@ -1,5 +1,8 @@
 """When the trainer makes a step, and what it waits for meanwhile."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator.schedules import base
 
@@ -20,6 +23,32 @@ class Stepping:
     self._step_started_s = 0.0
     self._step_s = 0.0
     self.wait_s = {"data": 0.0, "straggler": 0.0}
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "idle_since_s": self._idle_since_s,
+      "held_since_s": self._held_since_s,
+      "step_started_s": self._step_started_s,
+      "step_s": self._step_s,
+      "wait_s": dict(self.wait_s),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._idle_since_s = state["idle_since_s"]
+    self._held_since_s = state["held_since_s"]
+    self._step_started_s = state["step_started_s"]
+    self._step_s = state["step_s"]
+    self.wait_s = dict(state["wait_s"])
+
+  def resume(self) -> list[ev.Command]:
+    """Asks again for the step that was under way, if one was."""
+    view = self._view
+    if not view.is_training:
+      return []
+    group_ids = tuple(view.ledger.in_batch)
+    return [ev.Train(step=view.newest_version, group_ids=group_ids)]
 
   def note_time(self, now_s: float) -> None:
     """Notes when the trainer's first wait began."""

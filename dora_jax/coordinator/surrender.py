@@ -4,11 +4,18 @@ What runs for them is cancelled. Until a generator has confirmed that, the
 request keeps its slot, and its Finished may still come.
 """
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
 from dora_jax.coordinator import ledger as ledger_lib
 from dora_jax.coordinator import placement
 from dora_jax.coordinator.schedules import base
+
+# Why a group is generated anew.
+EVICTED = "evicted"
+RESUMED = "resumed"
 
 
 class Surrender:
@@ -24,6 +31,46 @@ class Surrender:
     self._placement = placement
     self._unwanted_scores: set[fleet_lib.Member] = set()
     self.regenerating: dict[int, int] = {}
+
+  def state(self) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    return {
+      "unwanted_scores": sorted(map(list, self._unwanted_scores)),
+      "regenerating": [list(pair) for pair in self.regenerating.items()],
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._unwanted_scores = set(map(tuple, state["unwanted_scores"]))
+    self.regenerating = dict(map(tuple, state["regenerating"]))
+
+  def resume(self, versions: Collection[int]) -> list[ev.Command]:
+    """Puts right what was under way when the process before this one ended.
+
+    Nothing runs any more. What was being cancelled is gone; rewards that were
+    out are asked for again. An unfinished group goes on where its version can
+    be served, and else starts anew at the newest one: a group has one version.
+
+    Args:
+      versions: that can be served.
+    """
+    self._unwanted_scores.clear()
+    self._placement.in_transit.clear()
+    commands: list[ev.Command] = []
+    for request in list(self._placement.cancelling):
+      commands += self.end_cancel(request, 0)
+    for group in self._view.ledger.open.values():
+      self._view.ledger.put_back(group, list(group.running))
+      if group.waiting and group.version not in versions:
+        group.unscored.clear()
+        commands += self._restart(group, RESUMED)
+      elif group.waiting:
+        self._placement.waiting[group.version][group.group_id] = group
+      commands += [
+        ev.Score(group_id=group.group_id, member=member)
+        for member in sorted(group.unscored)
+      ]
+    return commands
 
   def is_unwanted(self, request: fleet_lib.Member) -> bool:
     """Whether this score belongs to a group that is given up; once."""
@@ -57,9 +104,9 @@ class Surrender:
     if group.unscored or any((group_id, m) in in_transit for m in members):
       return None
     if not group.running:
-      return self._restart(group)
+      return self._restart(group, EVICTED)
     self.regenerating[group_id] = len(group.running)
-    return self._cancel(group, "evicted")
+    return self._cancel(group, EVICTED)
 
   def end_cancel(
     self, request: fleet_lib.Member, num_tokens: int
@@ -76,11 +123,15 @@ class Surrender:
     if self.regenerating[group_id]:
       return []
     del self.regenerating[group_id]
-    return self._restart(group)
+    return self._restart(group, reason)
 
-  def _restart(self, group: ledger_lib.OpenGroup) -> list[ev.Command]:
+  def _restart(
+    self, group: ledger_lib.OpenGroup, reason: str
+  ) -> list[ev.Command]:
     self._placement.unqueue(group)
-    self._view.ledger.regenerate(group, version=self._view.newest_version)
+    self._view.ledger.regenerate(
+      group, version=self._view.newest_version, reason=reason
+    )
     self._placement.waiting[group.version][group.group_id] = group
     return [ev.Restart(group_id=group.group_id)]
 

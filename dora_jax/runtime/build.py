@@ -26,6 +26,8 @@ from dora_jax.runtime import (
   pieces,
   record,
   recorder,
+  resuming,
+  saving,
   scoring,
   served_form,
   training,
@@ -50,6 +52,7 @@ class Run:
   generator_parts: Sequence[generating.GeneratorPart]
   task: prompts.PromptTask
   results: recorder.Recorder
+  saver: saving.Saver
 
 
 class CannotBuild(ValueError):
@@ -84,13 +87,14 @@ def build(
   if follow is not None:
     # Before anything is written, for it may be the record's own workdir.
     gate = following.open_record(config, workdir, follow)
+  found = resuming.find(config, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
     try:
-      made = _build(config, workdir, stack, gate, completion_limit)
+      made = _build(config, workdir, stack, gate, found, completion_limit)
     except (ValueError, FileNotFoundError, reward_pool.CannotStart) as error:
       raise CannotBuild(str(error)) from error
     yield made
@@ -101,6 +105,7 @@ def _build(
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   gate: record.ReplayGate | None,
+  found: resuming.Found | None,
   completion_limit: executing.CompletionLimit | None,
 ) -> Run:
   tokenizer = pieces.make_tokenizer(config)
@@ -126,7 +131,9 @@ def _build(
   timeline = trace.Trace(workdir / "trace.json")
   stack.callback(timeline.close)
   checkpoints = checkpoint.Checkpoints(
-    workdir / "checkpoints", max_to_keep=config.checkpoint.max_to_keep
+    workdir / resuming.FOLDER,
+    max_to_keep=config.checkpoint.max_to_keep,
+    keep_every_steps=config.checkpoint.keep_every_steps,
   )
   stack.callback(checkpoints.close)
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -146,7 +153,6 @@ def _build(
     store=store,
     canary=canary,
     checkpoints=checkpoints,
-    save_every_steps=config.checkpoint.every_steps,
     publishes_rounded=form.is_rounded
     or jnp.dtype(config.generator.dtype) != jnp.float32,
     timeline=timeline,
@@ -170,7 +176,9 @@ def _build(
   generator_parts = list(dict.fromkeys(parts.generators.values()))
   coordinator = pieces.make_coordinator(config, shape)
   events = record.EventWriter(
-    workdir / record.FILE_NAME, following.header(config)
+    workdir / record.FILE_NAME,
+    following.header(config),
+    num_kept=found.extras["num_events"] if found else None,
   )
   stack.callback(events.close)
   results = recorder.Recorder(
@@ -204,23 +212,41 @@ def _build(
       orders.UnloadOrder(generator_id=parts.evaluation_id)
     ),
   )
+  executor = executing.Executor(
+    task=task,
+    tokenizer=tokenizer,
+    parts=parts,
+    store=store,
+    sampling=pieces.make_sampling(config),
+    stopping=stopping,
+    completion_limit=completion_limit,
+  )
+  saver = saving.Saver(
+    found=found,
+    every_steps=config.checkpoint.every_steps,
+    config=following.header(config),
+    coordinator=coordinator,
+    task=task,
+    executor=executor,
+    evaluator=evaluator,
+    results=results,
+    events=events,
+    store=store,
+    canary=canary,
+    trainer=trainer,
+    trainer_part=trainer_part,
+    checkpoints=checkpoints,
+  )
   runtime = local.LocalRuntime(
     coordinator=coordinator,
     task=task,
     parts=parts,
-    executor=executing.Executor(
-      task=task,
-      tokenizer=tokenizer,
-      parts=parts,
-      store=store,
-      sampling=pieces.make_sampling(config),
-      stopping=stopping,
-      completion_limit=completion_limit,
-    ),
+    executor=executor,
     inbox=inbox,
     evaluator=evaluator,
     evaluate_every_steps=config.evaluation.every_steps,
     results=results,
+    saver=saver,
     events=events,
     gate=gate,
     workdir=workdir,
@@ -235,6 +261,7 @@ def _build(
     generator_parts=generator_parts,
     task=task,
     results=results,
+    saver=saver,
   )
 
 

@@ -107,6 +107,11 @@ class Evaluation:
     """Whether nothing is under way or due."""
     return self._version is None and not self._due
 
+  def pending(self) -> list[int]:
+    """Versions whose evaluation is under way or due."""
+    now = [] if self._version is None else [self._version]
+    return [*now, *self._due]
+
   def request(self, version: int, *, must_run: bool) -> None:
     """Evaluates the newest version, now or after the one under way.
 

@@ -66,8 +66,15 @@ class Parts:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _GroupData:
-  """What the coordinator knows only by id."""
+class GroupData:
+  """What the coordinator knows only by id.
+
+  Attributes:
+    prompt: of the group.
+    trajectories: member -> its finished trajectory.
+    rewards: member -> its reward, once it is known.
+    components: member -> what else the reward function returned.
+  """
 
   prompt: types.Prompt
   trajectories: dict[int, types.Trajectory] = dataclasses.field(
@@ -127,7 +134,7 @@ class Executor:
     self._sampling = sampling
     self._stopping = stopping
     self._completion_limit = completion_limit
-    self._groups: dict[int, _GroupData] = {}
+    self._groups: dict[int, GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
 
@@ -170,8 +177,17 @@ class Executor:
       case ev.Release():
         self._store.release(command.version, holder="coordinator")
       case ev.Stop():
-        self._groups.clear()
+        pass  # What is unfinished may still be saved.
     return None
+
+  @property
+  def groups(self) -> Mapping[int, GroupData]:
+    """Groups that have started and are not in a batch, by id."""
+    return self._groups
+
+  def take_over(self, groups: Mapping[int, GroupData]) -> None:
+    """Goes on with the groups of a run that this one resumes."""
+    self._groups = dict(groups)
 
   def keep_trajectory(self, trajectory: types.Trajectory) -> None:
     """Keeps a finished trajectory, unless its group was given up."""
@@ -277,7 +293,7 @@ class Executor:
   def _submit(self, command: ev.Submit) -> None:
     if command.group_id not in self._groups:
       prompt = self._task.prompt(command.group_id)
-      self._groups[command.group_id] = _GroupData(prompt=prompt)
+      self._groups[command.group_id] = GroupData(prompt=prompt)
     prompt = self._groups[command.group_id].prompt
     self._send(
       orders.SubmitOrder(

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from dora_jax.runtime import pieces, record
@@ -11,7 +11,7 @@ Config = Any
 
 # What changes neither a token nor a recorded decision: where things are, how
 # fast they are, how much memory they have, what is measured and kept beside.
-_FREE = (
+FREE = (
   "checkpoint",
   "evaluation",
   "generator.memory_share",
@@ -21,6 +21,8 @@ _FREE = (
   "model.folder",
   "task.heldout_path",
   "task.path",
+  "task.reward_memory_gib",
+  "task.reward_network",
   "task.reward_timeout_s",
   "task.reward_workers",
   "tokenizer.folder",
@@ -53,25 +55,33 @@ def open_record(
       "new version is not recorded."
     )
   recorded, events = record.read_events(path)
-  differing = list(_differing(header(config), recorded))
-  if differing:
+  found = differing(header(config), recorded, free=FREE)
+  if found:
     raise ValueError(
-      f"--replay={path} records a run of another config: {differing[0]}"
-      + (f", and {len(differing) - 1} more fields" if differing[1:] else "")
+      f"--replay={path} records a run of another config: {found[0]}"
+      + (f", and {len(found) - 1} more fields" if found[1:] else "")
       + ". A run follows only a record of its own config."
     )
   return record.ReplayGate(events)
 
 
-def _differing(here: Mapping, recorded: Mapping) -> Iterator[str]:
-  """The fields that decide, and are not the same in both."""
+def differing(
+  here: Mapping, recorded: Mapping, *, free: Collection[str]
+) -> list[str]:
+  """Says of each field that is not the same in both what it is in each.
+
+  Args:
+    here: a config as `header` gives it.
+    recorded: likewise, of another run.
+    free: fields and sections that may differ.
+  """
   ours, theirs = dict(_leaves(here)), dict(_leaves(recorded))
-  for name in sorted(ours.keys() | theirs.keys()):
-    is_free = name in _FREE or name.split(".")[0] in _FREE
-    if not is_free and ours.get(name) != theirs.get(name):
-      yield (
-        f"config.{name} is {ours.get(name)!r}, but {theirs.get(name)!r} there"
-      )
+  return [
+    f"config.{name} is {ours.get(name)!r}, but {theirs.get(name)!r} there"
+    for name in sorted(ours.keys() | theirs.keys())
+    if not (name in free or name.split(".")[0] in free)
+    and ours.get(name) != theirs.get(name)
+  ]
 
 
 def _leaves(values: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import pathlib
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from dora_jax.runtime import (
   part,
   record,
   recorder,
+  saving,
   scoring,
   training,
 )
@@ -55,6 +56,7 @@ class LocalRuntime:
     evaluator: evaluation.Evaluation,
     evaluate_every_steps: int,
     results: recorder.Recorder,
+    saver: saving.Saver,
     events: record.EventWriter,
     gate: record.ReplayGate | None,
     workdir: pathlib.Path,
@@ -73,6 +75,7 @@ class LocalRuntime:
       evaluator: of held-out prompts.
       evaluate_every_steps: 0 evaluates only before and after.
       results: what the run leaves behind.
+      saver: of checkpoints.
       events: the record of what the coordinator hears.
       gate: of the record that this run follows; None where it follows none.
       workdir: of the run.
@@ -88,6 +91,7 @@ class LocalRuntime:
     self._evaluator = evaluator
     self._evaluate_every_steps = evaluate_every_steps
     self._results = results
+    self._saver = saver
     self._events = events
     self._gate = gate
     self._workdir = workdir
@@ -95,6 +99,25 @@ class LocalRuntime:
     self._tick_s = tick_s
     self._stall_s = stall_s
     self._heard_s = self._ticked_s = time.monotonic()
+    # Of the step that the coordinator has not heard of yet.
+    self._step_metrics: Mapping[str, float] = {}
+    # The coordinator's clock goes on where a run that this one resumes was.
+    self._clock_start_s = time.monotonic()
+    self._resumed: ev.Resumed | None = None
+
+  def resume(self) -> None:
+    """Goes on from the checkpoint that was found; call it before `run`."""
+    self._resumed = self._saver.resume()
+    assert self._saver.found is not None
+    self._clock_start_s -= self._saver.found.extras["now_s"]
+
+  def save(self) -> None:
+    """Starts to write a checkpoint; call it while no part is running.
+
+    Raises:
+      checkpoint.SaveFailed: there is no room for it.
+    """
+    self._parts.trainer.save(self._saver.order(self._now_s()))
 
   def run(self) -> str:
     """Runs to the end; returns why it ended.
@@ -108,7 +131,11 @@ class LocalRuntime:
     try:
       with self._interruptible():
         self._results.start_clock()
-        self._evaluator.request(self._coordinator.newest_version, must_run=True)
+        if self._resumed is not None:
+          self._feed(self._resumed)
+        else:
+          version = self._coordinator.newest_version
+          self._evaluator.request(version, must_run=True)
         self._join_generators()
         while not self._is_over():
           message = self._next_message()
@@ -248,13 +275,13 @@ class LocalRuntime:
     every = self._evaluate_every_steps
     if every and message.version % every == 0:
       self._evaluator.request(message.version, must_run=False)
+    self._step_metrics = message.metrics
     self._feed(ev.StepDone(version=message.version))
-    self._results.step(message.version, message.metrics)
 
   def _feed(self, event: ev.Event) -> None:
     """Lets the coordinator hear what has happened, or what is recorded."""
     if self._gate is None:
-      self._decide(event, time.monotonic())
+      self._decide(event, self._now_s())
       return
     self._gate.offer(event)
     while self._coordinator.stop_reason is None:
@@ -268,6 +295,8 @@ class LocalRuntime:
     if self._coordinator.stop_reason is None:
       self._events.write(event, now_s)
     commands = self._coordinator.handle(event, now_s)
+    if isinstance(event, ev.StepDone):
+      self._end_step(event.version, now_s)
     # What is let go goes first: a generator that unloads the version meanwhile
     # would find itself its last holder, and keep a copy for nobody.
     for command in sorted(
@@ -278,6 +307,19 @@ class LocalRuntime:
         self._results.batch(batch, step=command.step)
       elif isinstance(command, ev.Stop) and command.reason in _PROPER_ENDS:
         self._evaluator.request(self._coordinator.newest_version, must_run=True)
+
+  def _end_step(self, version: int, now_s: float) -> None:
+    """Writes down what a step measured, and saves the version if it is due.
+
+    The coordinator has heard of the step, and nothing that follows has begun.
+    """
+    self._results.step(version, self._step_metrics)
+    if self._saver.is_due(version):
+      self._parts.trainer.send(self._saver.order(now_s))
+
+  def _now_s(self) -> float:
+    """The coordinator's clock."""
+    return time.monotonic() - self._clock_start_s
 
   def _report_stall(self) -> None:
     """Says who waits for what, and writes the coordinator's state down."""

@@ -11,12 +11,15 @@ is one event, [now_s, class, value of each field, …].
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import typing
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from absl import logging
 
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator import events as ev
@@ -45,25 +48,55 @@ class EventWriter:
   """Writes events as they are handled; used by one thread.
 
   What a killed run leaves behind can be read up to its last flush.
+
+  Attributes:
+    num_written: events in the file.
   """
 
-  def __init__(self, path: pathlib.Path, header: Mapping[str, Any]):
-    """Begins a file, in place of any that is there.
+  def __init__(
+    self,
+    path: pathlib.Path,
+    header: Mapping[str, Any],
+    *,
+    num_kept: int | None = None,
+  ):
+    """Begins a file, in place of any that is there, or goes on with that.
 
     Args:
       path: of the file.
       header: the arguments that made the coordinator; JSON-able.
+      num_kept: events of the file that is there to keep, as its run goes on
+        from there; None keeps none, nor its header.
     """
-    self._file = path.open("wb")
+    self.num_written = 0
+    kept = []
+    if num_kept is not None and path.exists():
+      kept = list(itertools.islice(_whole_lines(path), 1 + num_kept))
+    # Beside the old one, lest a crash now lose what is to be kept.
+    part = path.with_suffix(".part")
+    self._file = part.open("wb")
     self._compressor = zlib.compressobj(wbits=_GZIP)
     # Compressing releases the GIL, which the runtime's thread may wait long to
     # get back; so lines wait here, and are compressed once a flush.
     self._lines: list[str] = []
     self._flushed_s: float | None = None
-    self._write_line(
-      {"format": _FORMAT, "fields": _FIELDS, "arguments": dict(header)}
-    )
+    if kept:
+      self._lines = [line.decode() + "\n" for line in kept]
+      self.num_written = len(kept) - 1
+    else:
+      self._write_line(
+        {"format": _FORMAT, "fields": _FIELDS, "arguments": dict(header)}
+      )
+    if num_kept is not None and self.num_written < num_kept:
+      logging.warning(
+        "%s held %d of the %d events before the checkpoint: it cannot be "
+        "followed or replayed.",
+        path,
+        self.num_written,
+        num_kept,
+      )
     self.flush()
+    part.replace(path)
 
   def write(self, event: ev.Event, now_s: float) -> None:
     """Appends an event.
@@ -77,6 +110,7 @@ class EventWriter:
     # A float's repr reads back as the same bits. Differences of times would be
     # longer, not shorter: they end in the digits of both roundings.
     self._write_line([float(now_s), name, *values])
+    self.num_written += 1
     if self._flushed_s is None:
       self._flushed_s = now_s
     if len(self._lines) >= _FLUSH_LINES or now_s - self._flushed_s >= _FLUSH_S:
@@ -324,6 +358,8 @@ def _counterpart(event: ev.Event) -> _Key | None:
       return "DataExhausted", event.num_groups
     case ev.Tick() | ev.Progress() | ev.GeneratorLost() | ev.StopRequested():
       return None
+    case ev.Resumed():
+      return ("Resumed",)
     case _:
       typing.assert_never(event)
 

@@ -6,7 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from absl import logging
 
@@ -27,6 +27,7 @@ class Recorder:
 
   Attributes:
     num_mixed: trajectories with a token that another version sampled.
+    num_resumes: times that the run was resumed.
   """
 
   def __init__(
@@ -41,7 +42,10 @@ class Recorder:
     store: store_lib.WeightStore,
     stream: TextIO = sys.stdout,
   ):
-    self.num_mixed = 0
+    self.num_mixed = self.num_resumes = 0
+    # Of the attempts that this one resumes.
+    self._before_s = 0.0
+    self._generator_before_s = self._generator_busy_before_s = 0.0
     self._workdir = workdir
     self._coordinator = coordinator
     self._trace = timeline
@@ -58,6 +62,7 @@ class Recorder:
     self._reward: float | None = None
     self._lag_mean: float | None = None
     self._accuracies: dict[int, float] = {}
+    self._mismatch_sum, self._num_mismatches = 0.0, 0
     self._waits_since_s: dict[tuple[str, str], float] = {}
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
@@ -65,8 +70,35 @@ class Recorder:
     self._samples = (folder / "sampled.jsonl").open("a", encoding="utf-8")
 
   def start_clock(self) -> None:
-    """Marks the beginning of what `seconds` counts."""
+    """Marks the beginning of what `seconds` counts beside earlier attempts."""
     self._start_s = self._last_s = time.perf_counter()
+
+  def state(self) -> dict[str, Any]:
+    """What the summary needs of the run so far, JSON-able."""
+    now_s = time.perf_counter()
+    return {
+      "seconds": self._seconds(now_s),
+      "generator_s": self._generator_s(now_s),
+      "generator_busy_s": self._generator_busy_s(),
+      "num_resumes": self.num_resumes,
+      "num_mixed": self.num_mixed,
+      "trained_tokens": self._trained_tokens,
+      "sampled_tokens": self._sampled_tokens,
+      "accuracies": [list(pair) for pair in self._accuracies.items()],
+      "score_errors": dict(self._score_errors),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on counting from a state."""
+    self._before_s = state["seconds"]
+    self._generator_before_s = state["generator_s"]
+    self._generator_busy_before_s = state["generator_busy_s"]
+    self.num_resumes = state["num_resumes"] + 1
+    self.num_mixed = state["num_mixed"]
+    self._trained_tokens = self._last_tokens = state["trained_tokens"]
+    self._sampled_tokens = state["sampled_tokens"]
+    self._accuracies = dict(map(tuple, state["accuracies"]))
+    self._score_errors = collections.Counter(state["score_errors"])
 
   def note(self, text: str) -> None:
     """Prints a line that stays."""
@@ -124,6 +156,10 @@ class Recorder:
     tokens = self._trained_tokens - self._last_tokens
     self._reward = values["train/reward_mean"]
     self._lag_mean = values["train/lag_mean"]
+    # A step without a fresh trajectory, and none recomputed, measures none.
+    if "train/mismatch_kl_k3" in values:
+      self._mismatch_sum += values["train/mismatch_kl_k3"]
+      self._num_mismatches += 1
     self._metrics.write(
       version,
       {
@@ -191,7 +227,7 @@ class Recorder:
         accuracy=self._accuracies[max(self._accuracies)]
         if self._accuracies
         else None,
-        tokens_per_s=self._trained_tokens / max(now_s - self._start_s, 1e-9),
+        tokens_per_s=self._trained_tokens / max(self._seconds(now_s), 1e-9),
         versions_alive=tuple(self._coordinator.versions_alive()),
         lag_mean=self._lag_mean,
         waits=tuple(
@@ -209,12 +245,13 @@ class Recorder:
       The promises that were broken, a sentence each.
     """
     ledger = self._coordinator.ledger
-    seconds = time.perf_counter() - self._start_s
+    seconds = self._seconds(time.perf_counter())
     size = ledger.group_size
     dropped = {name: count * size for name, count in ledger.dropped.items()}
     values: dict[str, float] = {
       "seconds": seconds,
       "steps": self._coordinator.newest_version,
+      "resumes": self.num_resumes,
       "tokens_per_s": self._trained_tokens / seconds,
       "versions_alive_max": self._coordinator.versions_alive_max,
       "lag_max": max((lag for lag in ledger.lag_counts), default=0),
@@ -234,6 +271,8 @@ class Recorder:
     if self._accuracies:
       values["accuracy_before"] = self._accuracies[min(self._accuracies)]
       values["accuracy_after"] = self._accuracies[max(self._accuracies)]
+    if self._num_mismatches:
+      values["mismatch_kl_k3"] = self._mismatch_sum / self._num_mismatches
     summary.write_summary(self._workdir, values, command=command)
     self._progress.close()
     table = summary.closing_table(
@@ -241,9 +280,9 @@ class Recorder:
     )
     for line in table.splitlines():
       self.note(line)
-    # What a stop on request leaves unfinished breaks no promise, nor does what
-    # was generated and judged in full, and teaches nothing.
-    allowed = ("stopped", ledger_lib.ALL_SOLVED, ledger_lib.NONE_SOLVED)
+    # What was generated and judged in full, and teaches nothing, breaks no
+    # promise.
+    allowed = (ledger_lib.ALL_SOLVED, ledger_lib.NONE_SOLVED)
     judged = {
       **values,
       "dropped": values["dropped"] - sum(dropped.get(r, 0) for r in allowed),
@@ -265,9 +304,21 @@ class Recorder:
 
   def _idle_share(self, now_s: float) -> float:
     """Share of the generator meshes' time in which none had a request."""
-    elapsed_s = max(now_s - self._start_s, 1e-9) * len(self._generators)
+    elapsed_s = max(self._generator_s(now_s), 1e-9)
+    return max(0.0, 1.0 - self._generator_busy_s() / elapsed_s)
+
+  def _seconds(self, now_s: float) -> float:
+    """How long the run has gone on, over all attempts."""
+    return self._before_s + now_s - self._start_s
+
+  def _generator_s(self, now_s: float) -> float:
+    """The same, times the generator meshes."""
+    here_s = (now_s - self._start_s) * len(self._generators)
+    return self._generator_before_s + here_s
+
+  def _generator_busy_s(self) -> float:
     busy_s = sum(generator.busy_s for generator in self._generators)
-    return max(0.0, 1.0 - busy_s / elapsed_s)
+    return self._generator_busy_before_s + busy_s
 
   def _lane_counts(self) -> dict[str, float]:
     """Decode steps of slots, with a request and in all, and requests spilled.
@@ -308,7 +359,9 @@ def ledger_values(
   ledger = coordinator.ledger
   tokens, size = ledger.tokens, ledger.group_size
   num_lags = max(sum(ledger.lag_counts.values()), 1)
+  # Generators count from when they joined, the ledger from the very beginning.
   reported = sum(view.num_sampled for view in coordinator.fleet)
+  reported += coordinator.generated_before
   values: dict[str, float] = {
     "generated": ledger.num_generated,
     "trained": ledger.num_trained * size,

@@ -115,6 +115,7 @@ def closing_table(
     "dropped_tokens": ("  dropped", "{:,.0f}"),
     "reprefilled": ("tokens prefilled again", "{:,.0f}"),
     "moved": ("requests moved", "{:,.0f}"),
+    "mismatch_kl_k3": ("engine mismatch, KL", "{:.1e} nats a token"),
     "length_generated_mean": ("length, generated", "{:.1f} tokens"),
     "length_trained_mean": ("length, trained", "{:.1f} tokens"),
     "trainer_wait_data_s": ("trainer waited for data", "{:.1f} s"),

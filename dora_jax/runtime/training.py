@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -25,8 +26,29 @@ class Stepped:
   metrics: Mapping[str, float]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+  """Save the trainer's version with what belongs to it.
+
+  Attributes:
+    version: that the trainer is at when the order's turn comes.
+    extras: JSON-able.
+    trees: further arrays, by name.
+  """
+
+  version: int
+  extras: Mapping[str, Any]
+  trees: Mapping[str, Any]
+
+
 class TrainerPart(part.Part):
-  """Trains on what it is sent, publishes, saves."""
+  """Trains on what it is sent, publishes, saves.
+
+  Attributes:
+    busy_s: seconds in which it made steps and published.
+    save_s: seconds that the last save took of its time, since the last step.
+    num_failed_saves: checkpoints that could not be written.
+  """
 
   def __init__(
     self,
@@ -36,7 +58,6 @@ class TrainerPart(part.Part):
     store: store_lib.WeightStore,
     canary: canary_lib.Canary,
     checkpoints: checkpoint.Checkpoints,
-    save_every_steps: int,
     publishes_rounded: bool,
     timeline: trace.Trace,
   ):
@@ -48,7 +69,6 @@ class TrainerPart(part.Part):
       store: gets each version.
       canary: learns what each version makes of it.
       checkpoints: where versions are saved.
-      save_every_steps: 0 saves none on the way.
       publishes_rounded: whether the store casts to fewer digits than the
         trainer's.
       timeline: of the run.
@@ -58,14 +78,14 @@ class TrainerPart(part.Part):
     self._store = store
     self._canary = canary
     self._checkpoints = checkpoints
-    self._save_every_steps = save_every_steps
     self._publishes_rounded = publishes_rounded
     self._num_unchanged = 0
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
     self._saved: int | None = None
-    self.busy_s = 0.0
+    self.busy_s = self.save_s = 0.0
+    self.num_failed_saves = 0
 
   def publish(self) -> store_lib.Publication:
     """Makes the trainer's version available to generators."""
@@ -84,25 +104,70 @@ class TrainerPart(part.Part):
     )
     return publication
 
-  def save(self) -> None:
-    """Writes a checkpoint of the trainer's version, unless there is one."""
-    if self._saved == self._trainer.version:
+  def abstract_published(self) -> Any:
+    """Shapes and dtypes of a version as it is published."""
+    return self._store.published_form(self._trainer.params())
+
+  def save(self, order: SaveOrder) -> None:
+    """Starts to write a checkpoint, unless there is one of this version.
+
+    Raises:
+      checkpoint.SaveFailed: there is no room for it.
+    """
+    version = self._trainer.version
+    if order.version != version:
+      raise ValueError(
+        f"Version {order.version} is to be saved, but the trainer is at "
+        f"{version}."
+      )
+    if self._saved == version:
       return
-    self._saved = self._trainer.version
+    start_s = time.perf_counter()
+    self.begin(f"saving version {version}")
+    self._end_save()
+    recalled = self._trainer.recalled()
     self._checkpoints.save(
-      self._trainer.version,
+      version,
       self._trainer.state(),
-      {"version": self._trainer.version},
+      {**order.extras, "trainer": self._trainer.memory()},
+      **order.trees,
+      **({"recalled": recalled} if recalled else {}),
+    )
+    self._saved = version
+    self.save_s = time.perf_counter() - start_s
+    self._trace.span(
+      self._track, f"save v{version}", start_s, time.perf_counter()
     )
 
+  def _end_save(self) -> None:
+    """Waits for the save before; a run goes on without it."""
+    try:
+      self._checkpoints.wait()
+    except checkpoint.SaveFailed as error:
+      self._note_failed_save(error)
+
+  def _note_failed_save(self, error: checkpoint.SaveFailed) -> None:
+    self.num_failed_saves += 1
+    logging.error("The run goes on, but: %s", error)
+
   def work(self) -> None:
-    """Makes a step of each list of groups that comes."""
+    """Makes a step of each list of groups that comes, saves when told to."""
     while True:
       self.begin("waiting for a batch")
-      for groups in self.take(block=True):
-        if groups is None:
+      for order in self.take(block=True):
+        if order is None:
           return
-        self._step(groups)
+        if isinstance(order, SaveOrder):
+          self._save_on_the_way(order)
+        else:
+          self._step(order)
+
+  def _save_on_the_way(self, order: SaveOrder) -> None:
+    """Saves; without it, what was saved before stands, and the run goes on."""
+    try:
+      self.save(order)
+    except checkpoint.SaveFailed as error:
+      self._note_failed_save(error)
 
   def _step(self, groups: Sequence[types.Group]) -> None:
     step = self._trainer.version
@@ -120,10 +185,10 @@ class TrainerPart(part.Part):
       "weights/publish_s": end_s - trained_s,
       "weights/arrays_changed": publication.num_changed,
       "weights/unchanged": self._num_unchanged,
+      "checkpoint/save_s": self.save_s,
+      "checkpoint/failed": self.num_failed_saves,
     }
-    if self._save_every_steps and (step + 1) % self._save_every_steps == 0:
-      self.begin(f"saving version {step + 1}")
-      self.save()
+    self.save_s = 0.0
     self.busy_s += time.perf_counter() - start_s
     self._post(Stepped(version=step + 1, metrics=metrics))
 

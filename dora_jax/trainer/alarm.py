@@ -7,6 +7,7 @@ until training collapses.
 import collections
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from absl import logging
 
@@ -24,6 +25,20 @@ class TrendAlarm:
     self._first: list[float] = []
     self._last = collections.deque[float](maxlen=_WINDOW)
     self._has_rung = False
+
+  def state(self) -> dict[str, Any]:
+    """What it has seen, JSON-able."""
+    return {
+      "first": list(self._first),
+      "last": list(self._last),
+      "has_rung": self._has_rung,
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self._first = list(state["first"])
+    self._last = collections.deque[float](state["last"], maxlen=_WINDOW)
+    self._has_rung = state["has_rung"]
 
   def note(self, value: float) -> str | None:
     """Takes the metric of a step.

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from dora_jax import interfaces, types
 from dora_jax.trainer import gradients
 
+_REFERENCE = "reference"
+
 
 class Recall:
   """Keeps the params that steps to come will ask for."""
@@ -58,14 +60,35 @@ class Recall:
     if self._has_reference and self._reference is None:
       if version:
         raise RuntimeError(
-          f"Step {version} needs the reference, version 0, which is not kept "
-          'over a restart: set config.trainer.kl to "none".'
+          f"Step {version} needs the reference, version 0, which was not "
+          'saved: set config.trainer.kl to "none".'
         )
       self._reference = self._copy(params)
     if self._recomputes:
       oldest = version - self._max_staleness
       self._past = {v: p for v, p in self._past.items() if v >= oldest}
       self._past[version] = self._copy(params)
+
+  def kept(self) -> dict[str, interfaces.Params]:
+    """All that is kept, by name: the reference, and versions."""
+    named = {} if self._reference is None else {_REFERENCE: self._reference}
+    return named | {str(version): p for version, p in self._past.items()}
+
+  def abstract(self, params: interfaces.Params) -> interfaces.Params:
+    """Shapes, dtypes and shardings of a copy of these params."""
+    return jax.tree.map(
+      lambda leaf, param: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=param.sharding
+      ),
+      jax.eval_shape(self._copy, params),
+      params,
+    )
+
+  def restore(self, named: Mapping[str, interfaces.Params]) -> None:
+    """Keeps what `kept` gave."""
+    kept = dict(named)
+    self._reference = kept.pop(_REFERENCE, None)
+    self._past = {int(name): params for name, params in kept.items()}
 
   def logprobs(
     self,

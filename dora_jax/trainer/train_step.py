@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -148,6 +148,33 @@ class Trainer:
       self._enter("policy", state.params)
     self._state = state
     self.version = version
+
+  def memory(self) -> dict[str, Any]:
+    """What it keeps between steps beside arrays, JSON-able."""
+    return {
+      "nonfinite": self._num_nonfinite,
+      "empty": self._num_empty,
+      "alarm": self._alarm.state(),
+      "recalled": list(self._recall.kept()),
+    }
+
+  def recalled(self) -> dict[str, interfaces.Params]:
+    """Params of the past that steps to come will ask for, by name."""
+    return self._recall.kept()
+
+  def abstract_recalled(self, memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of what `recalled` was, to restore into."""
+    abstract = self._recall.abstract(self._state.params)
+    return dict.fromkeys(memory["recalled"], abstract)
+
+  def remember(
+    self, memory: Mapping[str, Any], recalled: Mapping[str, interfaces.Params]
+  ) -> None:
+    """Goes on with the memory of the trainer that was saved."""
+    self._num_nonfinite = memory["nonfinite"]
+    self._num_empty = memory["empty"]
+    self._alarm.restore(memory["alarm"])
+    self._recall.restore(recalled)
 
   def train(self, groups: Sequence[types.Group]) -> Mapping[str, float]:
     """Makes one training step, advances `version` by one, returns metrics.

@@ -136,6 +136,49 @@ class WeightStore:
         self._drop_unwanted(older)
     return publication
 
+  def copy_of(self, version: int) -> tuple[Publication, Any]:
+    """Some copy of a version that lives, wherever it is; to be read only."""
+    with self._lock:
+      entry = self._entry(version)
+      return entry.publication, self._origins(entry)[0].params
+
+  def readmit(
+    self,
+    version: int,
+    params: Any,
+    *,
+    checksums: Mapping[str, int],
+    holder: str,
+  ) -> None:
+    """Makes a version available that an earlier process had published.
+
+    Args:
+      version: older than any that is published here.
+      params: in host memory, in the form that generators take.
+      checksums: of its publication, by which each copy will be checked.
+      holder: who keeps the version alive until it calls `release`.
+    """
+    publication = Publication(
+      version=version,
+      checksums=dict(checksums),
+      num_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+      num_changed=len(checksums),
+    )
+    with self._lock:
+      self._versions[version] = _Version(
+        publication=publication,
+        source=None,
+        holders={holder: None},
+        host=params,
+      )
+
+  def published_form(self, params: Any) -> Any:
+    """Shapes and dtypes of what `publish` makes of these params."""
+    return jax.eval_shape(
+      lambda params: self._convert(reshard.cast(params, dtype=self._dtype)),
+      params,
+    )
+
   def reserve(self, version: int, *, holder: str, mesh_id: int) -> None:
     """Keeps a version alive for a holder, who will call `place` for it."""
     with self._lock:

@@ -52,7 +52,7 @@ def test_an_evicted_group_waits_for_its_moves_to_be_spoken_of():
   assert ev.Restart(group_id=0) in commands
   assert made.ledger.tokens.dropped["evicted"] == 5 + 4
   # A counter as a key would not do in JSON.
-  tokens = json.loads(json.dumps(made.snapshot()))["tokens"]
+  tokens = json.loads(json.dumps(made.snapshot()))["ledger"]["tokens"]
   assert tokens["dropped"] == {"evicted": 9}
 
 

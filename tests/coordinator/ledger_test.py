@@ -92,7 +92,7 @@ def test_a_regenerated_group_begins_anew_at_the_newer_version():
   ledger.finish(0, 0, generator_id=7, num_tokens=5)
   ledger.score(0, 0, at=1)
   del group.running[1]
-  ledger.regenerate(group, version=3)
+  ledger.regenerate(group, version=3, reason="evicted")
   assert group.waiting == [0, 1] and group.version == 3
   assert group.num_scored == 0 and group.lengths == []
   for counts in (

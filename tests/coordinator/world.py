@@ -6,6 +6,7 @@ sequence of choices, and an empty list before the end is a deadlock.
 """
 
 import dataclasses
+from typing import Any
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
@@ -59,29 +60,28 @@ class World:
     max_filtered: int | None = None,
     move_fails=lambda: False,
   ):
-    made = registry.create(
-      schedule,
-      base.Options(
-        max_staleness=max_staleness,
-        prompts_per_batch=prompts_per_batch,
-        rollout_groups=rollout_groups,
-        oversample=1.5,
-        evict=evict,
-      ),
+    options = base.Options(
+      max_staleness=max_staleness,
+      prompts_per_batch=prompts_per_batch,
+      rollout_groups=rollout_groups,
+      oversample=1.5,
+      evict=evict,
     )
-    self.max_staleness = made.max_staleness
-    self.may_mix = made.mixes_versions
-    self.is_bounded = schedule in ("dora", "partial_rollout")
-    self.group_size = group_size
-    self.prompts_per_batch = prompts_per_batch
-    self.coordinator = coordinator.Coordinator(
-      schedule=made,
+    self.make_coordinator = lambda: coordinator.Coordinator(
+      schedule=registry.create(schedule, options),
       balance_settings=balance.Settings(**{**SETTINGS, **(settings or {})}),
       group_size=group_size,
       prompts_per_batch=prompts_per_batch,
       num_steps=num_steps,
       max_filtered=max_filtered,
     )
+    self.coordinator: Any = self.make_coordinator()
+    made = self.coordinator.schedule
+    self.max_staleness = made.max_staleness
+    self.may_mix = made.mixes_versions
+    self.is_bounded = schedule in ("dora", "partial_rollout")
+    self.group_size = group_size
+    self.prompts_per_batch = prompts_per_batch
     self.fails = fails
     self.solves = solves
     self.filters = max_filtered is not None

@@ -49,7 +49,7 @@ def _run(path, **changes) -> tiny.Ran:
   assert ran.reason == "data_exhausted"
   assert ran.broken == []
   found = ran.summary
-  assert not ran.coordinator.snapshot()["cancelling"]
+  assert not ran.coordinator.snapshot()["placement"]["cancelling"]
   for name in ("open", "ready", "in_batch", "in_flight"):
     assert found[f"{name}_tokens"] == 0, name
   assert found["generated_tokens"] == ran.num_decoded

@@ -1,6 +1,10 @@
 import json
 
+import pytest
+
 from tests.runtime import tiny
+
+_MISMATCH = "train/mismatch_kl_k3"
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
@@ -20,6 +24,10 @@ def test_a_run_leaves_what_it_promises(tmp_path):
   assert {"generator 0", "generator 1", "trainer", "publish"} <= names
   spans = {e["name"] for e in trace if e["ph"] == "X"}
   assert {"step 0", "step 1", "step 2", "v0", "v1"} <= spans
+  # Trajectories of the first step are fresh, which shows the mismatch.
+  found = [s[_MISMATCH] for s in steps if _MISMATCH in s]
+  assert found
+  assert summary["mismatch_kl_k3"] == pytest.approx(sum(found) / len(found))
   assert (tmp_path / "config.json").exists()
   assert list(tmp_path.glob("events.out.tfevents.*"))
   assert (tmp_path / "checkpoints" / "3").is_dir()

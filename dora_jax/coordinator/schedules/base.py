@@ -1,7 +1,8 @@
 """What every schedule decides, and what it may look at."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from dora_jax.coordinator import ledger as ledger_lib
 
@@ -83,6 +84,13 @@ class Schedule:
 
   def __init__(self, options: Options):
     """Takes what it needs of the options."""
+
+  def state(self) -> dict[str, Any]:
+    """What it keeps between calls, JSON-able."""
+    return {}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
 
   def room(self, view: View, version: int) -> int:
     """How many groups may start now with this version.

@@ -3,6 +3,9 @@
 Source: arXiv 2604.26256, sections 3 and 4; the rules are in `window`.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from dora_jax.coordinator import window
 from dora_jax.coordinator.schedules import base
 
@@ -43,6 +46,15 @@ class Dora(base.Schedule):
     self.fills = self._rollout_groups is not None
     self.target = min(2, self.max_staleness + 1) * self._prompts_per_batch
     self._left_over: list[int] = []
+
+  def state(self) -> dict[str, Any]:
+    """The aim, and what it goes by."""
+    return {"target": self.target, "left_over": list(self._left_over)}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state."""
+    self.target = state["target"]
+    self._left_over = list(state["left_over"])
 
   def room(self, view: base.View, version: int) -> int:
     """What R2 leaves, up to the aim."""
