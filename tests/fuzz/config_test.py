@@ -123,7 +123,7 @@ def _override(pairs: list[tuple[str, str]]) -> str:
   return "taken"
 
 
-@trying.amounts(few=50)
+@trying.amounts(few=40, many=8_000)
 def test_an_override_is_what_it_says_or_refused(amount):
   ended = trying.run("config overrides", _OVERRIDES, _override, amount)
   assert len(ended) == 3
@@ -143,7 +143,7 @@ def _misspell(drawn: tuple[str, int, str]) -> str:
   return "a field"
 
 
-@trying.amounts(few=100, many=5_000)
+@trying.amounts(few=50, many=5_000)
 def test_a_misspelt_field_is_explained(amount):
   ended = trying.run("misspelt fields", _MISSPELT, _misspell, amount)
   assert ended["explained"] > 0.5 * ended.total()

@@ -71,7 +71,7 @@ def _model(changes: list[tuple[str, Any]]) -> str:
   return "taken"
 
 
-@trying.amounts(few=150)
+@trying.amounts(few=100, many=15_000)
 def test_a_models_config_is_taken_or_refused_by_its_key(amount):
   ended = trying.run("models' config.json", _CHANGES, _model, amount)
   assert len(ended) == 2
@@ -125,7 +125,7 @@ _CONTENTS = st.one_of(
 )  # fmt: skip
 
 
-@trying.amounts(few=20, many=4_000)
+@trying.amounts(few=15, many=2_000)
 def test_a_models_folder_of_anything_is_refused_by_its_file(amount):
   ended = trying.run("models' folders", _CONTENTS, _text, amount)
   assert ended["refused"] > 0
@@ -166,7 +166,7 @@ def _damaged(change: tuple[int, int, bytes, bool], text: bytes) -> str:
   return "read"
 
 
-@trying.amounts(few=150)
+@trying.amounts(few=80, many=10_000)
 def test_a_damaged_record_of_events_is_refused_by_its_line(amount, tmp_path):
   _written(tmp_path / record.FILE_NAME)
   text = (tmp_path / record.FILE_NAME).read_bytes()
@@ -192,7 +192,7 @@ def _metrics(lines: list[bytes]) -> str:
   return "read"
 
 
-@trying.amounts(few=100, many=5_000)
+@trying.amounts(few=50, many=5_000)
 def test_damaged_metrics_are_refused_by_their_line(amount):
   line = st.one_of(
     st.integers(0, 9).map(lambda step: json.dumps({"step": step}).encode()),
