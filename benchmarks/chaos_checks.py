@@ -10,7 +10,7 @@ from dora_jax.coordinator import events as ev
 from dora_jax.runtime import pieces, record
 
 # Why a group may be missing from training, where a schedule made rewards fail.
-REWARD_REASONS = {"reward_failed", "reward_timed_out", "quarantined"}
+REWARD_REASONS = {"reward_failed", "reward_timed_out", "reward_quarantined"}
 
 
 def check(

@@ -100,6 +100,8 @@ def _task() -> config_dict.ConfigDict:
   task.reward_timeout_s = 10.0  # of one score, from when a worker begins it
   task.reward_memory_gib = 8.0  # of address space, of each of these processes
   task.reward_network = False  # whether rewards may use the network
+  # More tries for a completion without a reward, before it is quarantined.
+  task.reward_retries = 1
   return task
 
 
@@ -267,5 +269,6 @@ def _checkpoint() -> config_dict.ConfigDict:
 def _runtime() -> config_dict.ConfigDict:
   runtime = config_dict.ConfigDict()
   runtime.stall_s = 60.0  # a wait beyond it is reported
+  runtime.give_up_s = 0.0  # and one beyond this ends the run; 0 = never
   runtime.canary_tolerance = 1e-2  # nats a token, trainer against generator
   return runtime

@@ -36,7 +36,6 @@ class Checkpoints:
     *,
     max_to_keep: int,
     keep_every_steps: int = 0,
-    read_only: bool = False,
   ) -> None:
     """Opens the folder, or makes it; removes what a crash left half written.
 
@@ -44,8 +43,6 @@ class Checkpoints:
       folder: holds a subfolder for each step.
       max_to_keep: older complete steps are deleted.
       keep_every_steps: steps that it divides are never deleted; 0 has none.
-      read_only: whether another process may be writing into the folder, of
-        which nothing is to be removed then.
     """
     if max_to_keep < 1:
       raise ValueError(
@@ -56,9 +53,8 @@ class Checkpoints:
     self._options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep,
       keep_period=keep_every_steps or None,
-      cleanup_tmp_directories=not read_only,
-      todelete_subdir=None if read_only else _TRASH,
-      read_only=read_only,
+      cleanup_tmp_directories=True,
+      todelete_subdir=_TRASH,
     )
     self._manager = self._open()
     self._being_saved: int | None = None
@@ -100,51 +96,21 @@ class Checkpoints:
     self._being_saved = step
 
   def restore(
-    self, step: int | None, abstract_state: Any, **abstract_trees: Any
+    self, step: int | None, abstract_state: Any
   ) -> tuple[Any, dict[str, Any]]:
-    """Reads (state, extras) of a step.
-
-    Args:
-      step: None for the newest complete one.
-      abstract_state: pytree of jax.ShapeDtypeStruct with the wanted
-        shardings, which need not be those that were saved.
-
-    Raises:
-      FileNotFoundError: there is no such step.
-      ValueError: saved shapes or structure differ from the wanted ones.
-    """
-    restored = self._restore(
-      step,
-      **{
-        _STATE: ocp.args.StandardRestore(abstract_state),
-        _EXTRAS: ocp.args.JsonRestore(),
-      },
-    )
-    return restored[_STATE], restored[_EXTRAS]
-
-  def extras(self, step: int | None) -> dict[str, Any]:
-    """Reads the JSON values of a step alone.
-
-    Raises:
-      FileNotFoundError: there is no such step.
-    """
-    return self._restore(step, **{_EXTRAS: ocp.args.JsonRestore()})[_EXTRAS]
+    """Reads (state, extras) of a step; see `read_tree` and `read_extras`."""
+    self.wait()
+    state = read_tree(self._folder, step, _STATE, abstract_state)
+    return state, read_extras(self._folder, step)
 
   def tree(self, step: int, name: str, abstract: Any) -> Any:
-    """Reads one of the further trees of a step.
-
-    Args:
-      step: it was saved with.
-      name: of the tree.
-      abstract: pytree of jax.ShapeDtypeStruct with shardings for arrays on
-        devices, of numpy arrays for arrays in host memory.
-    """
-    restored = self._restore(step, **{name: ocp.args.StandardRestore(abstract)})
-    return restored[name]
+    """Reads one of the further trees of a step; see `read_tree`."""
+    self.wait()
+    return read_tree(self._folder, step, name, abstract)
 
   def latest(self) -> int | None:
     """The newest complete step; None where there is none."""
-    return max(self._complete_steps(), default=None)
+    return max(complete_steps(self._folder), default=None)
 
   def wait(self) -> None:
     """Waits until the step being saved is written.
@@ -161,7 +127,7 @@ class Checkpoints:
       raise SaveFailed(
         f"The checkpoint of step {step} could not be written: "
         f"{str(error)[:300]} … Complete in {self._folder}: steps "
-        f"{self._complete_steps()}."
+        f"{complete_steps(self._folder)}."
       ) from error
     self._empty_trash()
 
@@ -177,8 +143,7 @@ class Checkpoints:
       self._manager.close()
 
   def _empty_trash(self) -> None:
-    if not self._options.read_only:
-      shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+    shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
 
   def _open(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(self._folder, options=self._options)
@@ -186,17 +151,6 @@ class Checkpoints:
   def _reopen(self) -> None:
     """Begins anew after a failure, of which the manager keeps a part."""
     self._manager = self._open()
-
-  def _restore(self, step: int | None, **items: Any) -> Any:
-    self.wait()
-    steps = self._complete_steps()
-    found = self.latest() if step is None else step
-    if found not in steps:
-      raise FileNotFoundError(
-        f"{self._folder} holds complete checkpoints of steps {steps}, "
-        f"need {'any' if step is None else step}."
-      )
-    return self._manager.restore(found, args=ocp.args.Composite(**items))
 
   def _check_room(self, step: int, trees: Any) -> None:
     """Raises SaveFailed where the arrays are more than the disk has room for.
@@ -215,8 +169,65 @@ class Checkpoints:
         "config.checkpoint.max_to_keep."
       )
 
-  def _complete_steps(self) -> list[int]:
-    # From the disk, for what the manager remembers includes the step that is
-    # still being written.
-    names = ocp.path.step.standard_name_format()
-    return sorted(found.step for found in names.find_all(self._folder))
+
+def complete_steps(folder: pathlib.Path) -> list[int]:
+  """The steps that a folder holds whole, by a look at the disk."""
+  names = ocp.path.step.standard_name_format()
+  return sorted(found.step for found in names.find_all(folder.absolute()))
+
+
+def read_state(
+  folder: pathlib.Path, step: int | None, abstract_state: Any
+) -> Any:
+  """Reads the state of a step; see `read_tree`."""
+  return read_tree(folder, step, _STATE, abstract_state)
+
+
+def read_tree(
+  folder: pathlib.Path, step: int | None, name: str, abstract: Any
+) -> Any:
+  """Reads a tree of arrays of a step; another process may be writing others.
+
+  Args:
+    folder: of checkpoints.
+    step: None for the newest complete one.
+    name: of the tree.
+    abstract: pytree of jax.ShapeDtypeStruct with the wanted shardings, which
+      need not be those that were saved, or of numpy arrays where the arrays are
+      to be in host memory.
+
+  Raises:
+    FileNotFoundError: there is no such step.
+    ValueError: saved shapes or structure differ from the wanted ones.
+  """
+  with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    return reader.restore(
+      _find(folder, step) / name, args=ocp.args.StandardRestore(abstract)
+    )
+
+
+def read_extras(folder: pathlib.Path, step: int | None) -> dict[str, Any]:
+  """Reads the JSON values of a step.
+
+  Args:
+    folder: of checkpoints.
+    step: None for the newest complete one.
+
+  Raises:
+    FileNotFoundError: there is no such step.
+  """
+  with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    return reader.restore(
+      _find(folder, step) / _EXTRAS, args=ocp.args.JsonRestore()
+    )
+
+
+def _find(folder: pathlib.Path, step: int | None) -> pathlib.Path:
+  steps = complete_steps(folder)
+  found = max(steps, default=None) if step is None else step
+  if found not in steps:
+    raise FileNotFoundError(
+      f"{folder} holds complete checkpoints of steps {steps}, "
+      f"need {'any' if step is None else step}."
+    )
+  return folder.absolute() / str(found)

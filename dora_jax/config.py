@@ -46,7 +46,7 @@ _FROM_ZERO = (
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
-  "checkpoint.keep_every_steps",
+  "checkpoint.keep_every_steps", "task.reward_retries", "runtime.give_up_s",
 )
 _FROM_ONE = (
   "task.max_prompt_tokens", "task.reward_workers", "cold_start.batch_size",

@@ -35,18 +35,11 @@ def restore(
     FileNotFoundError: the workdir has no such checkpoint.
   """
   config, shape = _read(workdir)
-  checkpoints = checkpoint.Checkpoints(
+  return checkpoint.read_state(
     workdir / "checkpoints",
-    max_to_keep=config.checkpoint.max_to_keep,
-    read_only=True,
+    step,
+    _abstract_state(shape, pieces.make_optimizer(config)),
   )
-  try:
-    state, _ = checkpoints.restore(
-      step, _abstract_state(shape, pieces.make_optimizer(config))
-    )
-  finally:
-    checkpoints.close()
-  return state
 
 
 def export(

@@ -10,12 +10,10 @@ The same command in the same workdir goes on with the run that is there, from
 its newest complete checkpoint. Ctrl-C and SIGTERM end a run in order: the step
 being made is finished, and everything saved.
 
-The exit status is 0 where the run ended as it should and every promise held, 1
-where one was broken, a part failed or the last checkpoint could not be written,
-2 where the config cannot be run, 3 where there was nothing to learn, 130 after
-Ctrl-C, and 143 after SIGTERM.
+What an exit status and a message mean is in docs/operations.md.
 """
 
+import os
 import pathlib
 import re
 import shlex
@@ -34,15 +32,18 @@ from dora_jax.runtime import (
   cold_start,
   following,
   local,
+  part,
   pieces,
   progress,
   resuming,
+  watchdog,
 )
 from dora_jax.runtime import workdir as workdir_lib
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_NOTHING_LEARNT = 3
+EXIT_STALLED = 4
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 _EXIT_SIGNALS = {"sigint": EXIT_INTERRUPTED, "sigterm": EXIT_TERMINATED}
@@ -62,8 +63,19 @@ def run(
     workdir: folder for all that is made.
     command: that makes the run, for its summary.
     follow: events.jsonl.gz of another run of this config, to be repeated.
+
+  Raises:
+    local.PartFailed: it could not go on; what was good is saved.
+    watchdog.GaveUp: nothing has gone on for long; likewise.
   """
   start_s = time.perf_counter()
+  found = resuming.find(config, workdir)
+  if found and resuming.is_over(config, workdir, found):
+    print(
+      f"{workdir} holds this run, which has ended after {found.version} steps: "
+      "raise config.coordinator.num_steps to go on, or give another --workdir."
+    )
+    return 0
   with build.build(config, workdir, follow=follow) as made:
     if made.saver.found is not None:
       made.runtime.resume()
@@ -71,8 +83,19 @@ def run(
       _begin(config, made)
     ready_s = time.perf_counter()
     made.results.note(f"ready after {ready_s - start_s:.1f} s")
-    reason = made.runtime.run()
-    failed = _save(made)
+    try:
+      reason = made.runtime.run()
+    except (local.PartFailed, watchdog.GaveUp):
+      if follow is None:
+        logging.error("%s", made.runtime.save_last_good())
+      made.results.summarise(
+        extra={"seconds_before": ready_s - start_s}, command=command
+      )
+      raise
+    # A record that is followed knows nothing of an early end: what was saved on
+    # the way is what the run can go on from.
+    is_cut = follow is not None and reason in _EXIT_SIGNALS
+    failed = "" if is_cut else _save(made)
     broken = made.results.summarise(
       extra={"seconds_before": ready_s - start_s}, command=command
     )
@@ -154,23 +177,46 @@ def main(argv: list[str]) -> int:
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    found = resuming.find(config, workdir)
     if follow:
-      following.open_record(config, workdir, follow)
+      following.open_record(
+        config,
+        workdir,
+        follow,
+        num_past=found.extras["num_events"] if found else 0,
+      )
     workdir_lib.prepare(workdir)
-    resuming.find(config, workdir)
   except (ValueError, FileNotFoundError) as error:
     print(f"error: {progress.printable(str(error))}", file=sys.stderr)
     return EXIT_CONFIG
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
-    return run(config, workdir, command=command, follow=follow)
+    status = run(config, workdir, command=command, follow=follow)
   except build.CannotBuild as error:
     logging.debug("Where it was found:", exc_info=True)
     print(f"error: {progress.printable(str(error))}", file=sys.stderr)
-    return EXIT_CONFIG
+    status = EXIT_CONFIG
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
-    return EXIT_BROKEN
+    status = EXIT_BROKEN
+  except watchdog.GaveUp as error:
+    logging.error("The run has ended: %s", error)
+    status = EXIT_STALLED
+  _leave_if_stuck(status)
+  return status
+
+
+def _leave_if_stuck(status: int) -> None:
+  """Ends the process at once where a part of the run has not ended.
+
+  Python and JAX would wait at exit for what it is stuck in.
+  """
+  stuck = part.alive()
+  if stuck:
+    logging.error("The process ends although %s has not.", ", ".join(stuck))
+    logging.flush()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def unknown_field(argv: list[str]) -> str | None:

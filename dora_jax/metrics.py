@@ -38,7 +38,7 @@ class MetricsWriter:
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "metrics.jsonl"
-    self._last_step = _mend(path) if path.exists() else -1
+    self._last_step = mend(path)
     self._file = path.open("a", encoding="utf-8")
     self._events = tensorboardX.SummaryWriter(str(folder), flush_secs=10)
     self.num_nonfinite = 0
@@ -86,9 +86,16 @@ class MetricsWriter:
       )
 
 
-def _mend(path: pathlib.Path) -> int:
-  """Returns the highest step in the file; cuts off a line torn by a crash."""
+def mend(path: pathlib.Path) -> int:
+  """Cuts off a line torn by a crash.
+
+  Returns:
+    The highest `step` of the lines, each a JSON object; -1 where there are none
+    or there is no file.
+  """
   last_step = -1
+  if not path.exists():
+    return last_step
   with path.open("r+b") as file:
     good_bytes = 0
     for number, line in enumerate(file, start=1):
@@ -100,7 +107,7 @@ def _mend(path: pathlib.Path) -> int:
         last_step = max(last_step, operator.index(json.loads(line)["step"]))
       except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-          f"{path}, line {number}: holds no metrics of a step ({error}): the "
+          f"{path}, line {number}: holds nothing of a step ({error}): the "
           "file is damaged. Move it away, or give another --workdir."
         ) from error
   return last_step

@@ -1,5 +1,7 @@
 """Checkpoints: whole, into any layout, and as if nothing had happened."""
 
+import resource
+
 import jax
 import numpy as np
 import pytest
@@ -71,6 +73,66 @@ def test_keeps_the_newest_complete_steps(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"of steps \[2, 3\], need 1"):
     checkpoints.restore(1, abstract)
   checkpoints.close()
+
+
+def test_steps_are_kept_for_good_and_others_go_by_a_rename(tmp_path):
+  checkpoints = checkpoint.Checkpoints(
+    tmp_path, max_to_keep=1, keep_every_steps=2
+  )
+  for step in range(1, 6):
+    checkpoints.save(step, {"x": jax.numpy.zeros(3)}, {})
+  checkpoints.close()
+  assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
+  # A crash in the middle of a deletion leaves a part where no scan looks.
+  part = tmp_path / ".deleted" / "3" / "state"
+  part.mkdir(parents=True)
+  assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
+  checkpoint.Checkpoints(tmp_path, max_to_keep=1).close()
+  assert not part.exists()
+
+
+def test_further_trees_come_back_on_the_host(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  tree = {"3": {"w": np.arange(4, dtype=np.int8)}}
+  checkpoints.save(1, {"x": jax.numpy.zeros(3)}, {}, versions=tree)
+  found = checkpoints.tree(1, "versions", jax.tree.map(np.empty_like, tree))
+  checkpoints.close()
+  assert isinstance(found["3"]["w"], np.ndarray)
+  _assert_equal(found, tree)
+
+
+def test_what_does_not_fit_is_not_begun(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  checkpoints.save(1, {"x": jax.numpy.zeros(3)}, {})
+  huge = {"x": jax.ShapeDtypeStruct((10**15,), np.float32)}
+  with pytest.raises(
+    checkpoint.SaveFailed,
+    match=r"step 2 needs 4,000,000,001,048,576 bytes, but .* free: make room",
+  ):
+    checkpoints.save(2, huge, {})
+  checkpoints.close()
+  assert checkpoint.complete_steps(tmp_path) == [1]
+
+
+def test_a_write_that_fails_leaves_the_steps_before_it(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  checkpoints.save(1, {"x": jax.numpy.zeros(3)}, {})
+  checkpoints.wait()
+  # Incompressible, and too long for a file.
+  noise = jax.random.bits(jax.random.key(0), (2**20,))
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+  try:
+    checkpoints.save(2, {"x": noise}, {})
+    with pytest.raises(checkpoint.SaveFailed, match=r"step 2 .* steps \[1\]"):
+      checkpoints.wait()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  # Nothing is left of it, and the next one is written.
+  assert sorted(each.name for each in tmp_path.iterdir()) == ["1"]
+  checkpoints.save(3, {"x": noise}, {})
+  checkpoints.close()
+  assert checkpoint.complete_steps(tmp_path) == [3]
 
 
 def test_other_shapes_are_refused(tmp_path):

@@ -118,10 +118,12 @@ class Coordinator:
       ValueError: the event contradicts what was commanded, for example a
         trajectory of another version, or finished twice.
     """
-    if self.stop_reason is not None:
+    if self.stop_reason is not None and not isinstance(event, ev.Resumed):
       return []
     self._stepping.note_time(now_s)
     commands = self._note(event, now_s)
+    if self._surrender.stranded:
+      commands += self._note_restart(self._surrender.free_stranded())
     self._count_left_to_start()
     commands += self._end(now_s)
     if self.stop_reason is None:
@@ -175,6 +177,8 @@ class Coordinator:
         self._note_joined(event, now_s)
       case ev.GeneratorLost():
         return self._note_lost(event, now_s)
+      case ev.VersionLost():
+        self._note_version_lost(event)
       case ev.Resumed():
         return self._note_resumed(event, now_s)
       case ev.DataExhausted():
@@ -337,7 +341,11 @@ class Coordinator:
     return commands
 
   def _note_resumed(self, event: ev.Resumed, now_s: float) -> list[ev.Command]:
-    """Forgets the generators; asks anew for what was under way."""
+    """Forgets the generators; asks anew for what was under way.
+
+    A run that had stopped, for whatever reason, goes on if it can.
+    """
+    self.stop_reason = self._is_stopping = None
     for view in list(self.fleet):
       self.fleet.remove(view.generator_id, now_s)
     versions = {self.newest_version, *event.versions}
@@ -356,8 +364,18 @@ class Coordinator:
       group = self.ledger.open.get(group_id)
       if group is not None and member in group.running:
         self.ledger.put_back(group, [member])
-        self._placement.waiting[group.version][group_id] = group
+        self._surrender.wait_anew(group)
         self._serving.note_idle()
+
+  def _note_version_lost(self, event: ev.VersionLost) -> None:
+    if event.version >= self.newest_version:
+      raise ValueError(
+        f"Version {event.version} is lost, but the newest, "
+        f"{self.newest_version}, and what is newer cannot be."
+      )
+    # Where versions are mixed, live requests go on under the newest anyway.
+    if not self.schedule.mixes_versions:
+      self._surrender.lose_version(event.version)
 
   def _note_data_end(self, event: ev.DataExhausted) -> None:
     if event.num_groups < self.ledger.next_group_id:
@@ -416,7 +434,7 @@ class Coordinator:
     commands: list[ev.Command] = []
     if self._stepping.is_held():
       for group_id in self.schedule.to_regenerate(self._view):
-        restart = self._surrender.regenerate(group_id)
+        restart = self._surrender.regenerate(group_id, surrender.EVICTED)
         if restart is None:
           self._may_train = True  # Asked again at the next event.
         else:
@@ -431,6 +449,65 @@ class Coordinator:
     """Says who waits for what, as pairs, for the progress view."""
     return [*self._stepping.waits(), *self._serving.waits()]
 
+  def versions_held(self) -> list[int]:
+    """Versions that are not yet released, oldest first."""
+    return self._serving.versions_held()
+
+  def under_way(self) -> list[ev.Command]:
+    """What has been commanded and is not yet answered, to command it again.
+
+    Each generator is first given the version that it serves already, of which
+    no Loaded may be heard.
+
+    Raises:
+      ValueError: groups have been given up or generated anew, for which
+        something may be under way that nobody can ask for again.
+    """
+    if (
+      self.schedule.drops_groups
+      or self.ledger.num_regenerated
+      or self._placement.cancelling
+    ):
+      raise ValueError(
+        "Groups had been given up or generated anew before the checkpoint was "
+        "made: what was under way for them cannot be asked for again."
+      )
+    commands: list[ev.Command] = []
+    for view in self.fleet:
+      version = view.version if view.loading is None else view.loading
+      if version is not None:
+        commands.append(
+          ev.Load(generator_id=view.generator_id, version=version)
+        )
+    for group in self.ledger.open.values():
+      for generator_id in sorted(set(group.running.values())):
+        members = [m for m, g in group.running.items() if g == generator_id]
+        commands.append(
+          ev.Submit(
+            generator_id=generator_id,
+            group_id=group.group_id,
+            members=tuple(members),
+            version=group.version,
+          )
+        )
+    for (source_id, target_id), requests in self._placement.moves.items():
+      version = self.fleet[source_id].version
+      assert version is not None, "what is moved from keeps its version"
+      commands.append(
+        ev.Move(
+          source_id=source_id,
+          target_id=target_id,
+          version=version,
+          requests=requests,
+        )
+      )
+    for group in self.ledger.open.values():
+      commands += [
+        ev.Score(group_id=group.group_id, member=member)
+        for member in sorted(group.unscored)
+      ]
+    return [*commands, *self._stepping.resume()]
+
   def snapshot(self) -> dict[str, Any]:
     """The state as JSON-able data, from which `restore` goes on.
 
@@ -442,6 +519,7 @@ class Coordinator:
       "versions_alive": self.versions_alive(),
       "num_left_to_start": self._view.num_left_to_start,
       "num_groups": self._num_groups,
+      "is_stopping": self._is_stopping,
       "stop_reason": self.stop_reason,
       "generated_before": self.generated_before,
       "may_train": self._may_train,
@@ -458,8 +536,8 @@ class Coordinator:
   def restore(self, snapshot: Mapping[str, Any]) -> None:
     """Goes on from a snapshot as the coordinator would have that it is of.
 
-    A run that had stopped goes on too. In another process Resumed has to come
-    first, for nothing of what was commanded is still under way there.
+    In another process nothing of what was commanded is still under way: either
+    Resumed comes first, or all of `under_way` is commanded there again.
 
     Args:
       snapshot: of a coordinator with the same arguments, but that `num_steps`
@@ -470,6 +548,8 @@ class Coordinator:
     view.is_training = snapshot["is_training"]
     view.num_left_to_start = snapshot["num_left_to_start"]
     self._num_groups = snapshot["num_groups"]
+    self._is_stopping = snapshot["is_stopping"]
+    self.stop_reason = snapshot["stop_reason"]
     self.generated_before = snapshot["generated_before"]
     self._may_train = snapshot["may_train"]
     self.ledger.restore(snapshot["ledger"])

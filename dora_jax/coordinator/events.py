@@ -32,6 +32,17 @@ class GeneratorLost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionLost:
+  """No copy of a version is left: what is unfinished of it begins anew.
+
+  It comes before the GeneratorLost of those that had the last copy. The newest
+  version is never lost, for the trainer keeps it.
+  """
+
+  version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed:
   """The process has ended and another has restored the coordinator's snapshot.
 
@@ -186,6 +197,7 @@ class Tick:
 Event = (
   GeneratorJoined
   | GeneratorLost
+  | VersionLost
   | Resumed
   | Loaded
   | Progress

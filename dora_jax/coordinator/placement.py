@@ -20,6 +20,7 @@ class Placement:
     in_transit: (group_id, member) -> its target, of requests on their way.
     cancelling: (group_id, member) -> why, of requests that a Cancel is under
       way for; these stay where they are.
+    moves: (source, target) -> the requests of the Move that is under way.
     waiting: version -> groups with members that no generator has, in order.
   """
 
@@ -28,6 +29,7 @@ class Placement:
     self._ledger = ledger
     self.in_transit: dict[fleet_lib.Member, int] = {}
     self.cancelling: dict[fleet_lib.Member, str] = {}
+    self.moves: dict[tuple[int, int], tuple[fleet_lib.Member, ...]] = {}
     self.waiting: dict[int, dict[int, ledger_lib.OpenGroup]] = (
       collections.defaultdict(dict)
     )
@@ -36,6 +38,10 @@ class Placement:
     """All of it, JSON-able; groups by their ids."""
     return {
       "in_transit": [[*r, target] for r, target in self.in_transit.items()],
+      "moves": [
+        [*ends, list(map(list, requests))]
+        for ends, requests in self.moves.items()
+      ],
       "cancelling": [[*r, reason] for r, reason in self.cancelling.items()],
       "waiting": [[v, list(groups)] for v, groups in self.waiting.items()],
     }
@@ -43,6 +49,10 @@ class Placement:
   def restore(self, state: Mapping[str, Any]) -> None:
     """Goes on from a state, after the ledger has."""
     self.in_transit = {(g, m): target for g, m, target in state["in_transit"]}
+    self.moves = {
+      (source, target): tuple(map(tuple, requests))
+      for source, target, requests in state["moves"]
+    }
     self.cancelling = {(g, m): reason for g, m, reason in state["cancelling"]}
     for version, group_ids in state["waiting"]:
       self.waiting[version] = {g: self._ledger.open[g] for g in group_ids}
@@ -121,6 +131,8 @@ class Placement:
         source.num_outgoing += count
         self.in_transit |= dict.fromkeys(parcel, target.generator_id)
         self._fleet.update(target, now_s)
+    for target_id, parcel in parcels.items():
+      self.moves[source.generator_id, target_id] = tuple(parcel)
     return [
       ev.Move(
         source_id=source.generator_id,
@@ -140,6 +152,7 @@ class Placement:
     for request in (*event.moved, *event.left):
       if self.in_transit.get(request) not in (event.target_id, None):
         raise ValueError(f"{event} speaks of {request}, which goes elsewhere.")
+    self.moves.pop((event.source_id, event.target_id), None)
     moved = [r for r in event.moved if self.in_transit.pop(r, None) is not None]
     left = [r for r in event.left if self.in_transit.pop(r, None) is not None]
     num_ordered = len(event.moved) + len(event.left)

@@ -236,6 +236,10 @@ class Serving:
       self._fleet.forget(version)
     return [ev.Release(version=version) for version in released]
 
+  def versions_held(self) -> list[int]:
+    """Versions that are not yet released, oldest first."""
+    return sorted(self._held)
+
   def versions_alive(self) -> list[int]:
     """The newest version and those of unfinished groups; oldest first."""
     return sorted({self._view.newest_version, *self._ledger.num_unfinished})

@@ -1,4 +1,4 @@
-"""Groups that a schedule gives up, or has generated anew.
+"""Groups that are given up, or generated anew.
 
 What runs for them is cancelled. Until a generator has confirmed that, the
 request keeps its slot, and its Finished may still come.
@@ -15,6 +15,7 @@ from dora_jax.coordinator.schedules import base
 
 # Why a group is generated anew.
 EVICTED = "evicted"
+VERSION_LOST = "version_lost"
 RESUMED = "resumed"
 
 
@@ -24,25 +25,33 @@ class Surrender:
   Attributes:
     regenerating: group_id -> members whose Cancel is under way, of groups that
       start anew after the last of them.
+    stranded: group_id -> None, of groups that have to start anew, as no copy of
+      their version is left, and that cannot yet.
   """
 
   def __init__(self, view: base.View, placement: placement.Placement):
     self._view = view
     self._placement = placement
     self._unwanted_scores: set[fleet_lib.Member] = set()
+    self._lost_versions: set[int] = set()
     self.regenerating: dict[int, int] = {}
+    self.stranded: dict[int, None] = {}
 
   def state(self) -> dict[str, Any]:
     """All of it, JSON-able."""
     return {
       "unwanted_scores": sorted(map(list, self._unwanted_scores)),
       "regenerating": [list(pair) for pair in self.regenerating.items()],
+      "lost_versions": sorted(self._lost_versions),
+      "stranded": list(self.stranded),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Goes on from a state."""
     self._unwanted_scores = set(map(tuple, state["unwanted_scores"]))
     self.regenerating = dict(map(tuple, state["regenerating"]))
+    self._lost_versions = set(state["lost_versions"])
+    self.stranded = dict.fromkeys(state["stranded"])
 
   def resume(self, versions: Collection[int]) -> list[ev.Command]:
     """Puts right what was under way when the process before this one ended.
@@ -56,6 +65,10 @@ class Surrender:
     """
     self._unwanted_scores.clear()
     self._placement.in_transit.clear()
+    self._placement.moves.clear()
+    # What is saved can be served, and all else starts anew here.
+    self._lost_versions.clear()
+    self.stranded.clear()
     commands: list[ev.Command] = []
     for request in list(self._placement.cancelling):
       commands += self.end_cancel(request, 0)
@@ -89,7 +102,33 @@ class Surrender:
       commands += self._cancel(group, reason)
     return [*commands, ev.Drop(group_id=group_id, reason=reason)]
 
-  def regenerate(self, group_id: int) -> list[ev.Command] | None:
+  def lose_version(self, version: int) -> None:
+    """Takes note that no generator can serve this version any more."""
+    self._lost_versions.add(version)
+    for group in self._view.ledger.open.values():
+      if group.version == version and (group.running or group.waiting):
+        self._placement.unqueue(group)
+        self.stranded[group.group_id] = None
+
+  def wait_anew(self, group: ledger_lib.OpenGroup) -> None:
+    """Has the waiting members of a group seated again, if they can be."""
+    if group.version in self._lost_versions:
+      self.stranded[group.group_id] = None
+    else:
+      self._placement.waiting[group.version][group.group_id] = group
+
+  def free_stranded(self) -> list[ev.Command]:
+    """Starts those of the stranded groups anew that can be by now."""
+    commands: list[ev.Command] = []
+    for group_id in list(self.stranded):
+      group = self._view.ledger.open.get(group_id)
+      if group is None or group.version not in self._lost_versions:
+        del self.stranded[group_id]
+        continue
+      commands += self.regenerate(group_id, VERSION_LOST) or []
+    return commands
+
+  def regenerate(self, group_id: int, reason: str) -> list[ev.Command] | None:
     """Starts an open group anew; None where that has to be asked again.
 
     A group has to wait while one of its rewards is out, or while a member is on
@@ -104,9 +143,9 @@ class Surrender:
     if group.unscored or any((group_id, m) in in_transit for m in members):
       return None
     if not group.running:
-      return self._restart(group, EVICTED)
+      return self._restart(group, reason)
     self.regenerating[group_id] = len(group.running)
-    return self._cancel(group, EVICTED)
+    return self._cancel(group, reason)
 
   def end_cancel(
     self, request: fleet_lib.Member, num_tokens: int
@@ -132,6 +171,7 @@ class Surrender:
     self._view.ledger.regenerate(
       group, version=self._view.newest_version, reason=reason
     )
+    self.stranded.pop(group.group_id, None)
     self._placement.waiting[group.version][group.group_id] = group
     return [ev.Restart(group_id=group.group_id)]
 

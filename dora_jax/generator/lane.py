@@ -106,6 +106,10 @@ class Lane:
       )
     self._change(None, None)
 
+  def discard(self) -> None:
+    """Lets go of its params whatever is live; it is of no use afterwards."""
+    self.version, self._served = None, None
+
   def refresh(self, version: int, params: interfaces.Params) -> int:
     """Serves newer params, under which the live requests go on.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -124,6 +125,17 @@ class MeshWorker:
   def num_pages(self) -> int:
     """Pages of the pool that requests may hold."""
     return self._pool.allocator.num_pages - 1
+
+  def discard(self) -> None:
+    """Frees the pages and lets go of all params, for it will not be used again.
+
+    Whatever was live is lost.
+    """
+    for a_lane in self.lanes:
+      a_lane.discard()
+    for leaf in jax.tree.leaves(self._pool.kv):
+      leaf.delete()
+    self._pool.allocator = pages.PageAllocator(self._pool.allocator.num_pages)
 
   def can_advance(self) -> bool:
     """Whether any lane can; not while all that is live is paused."""

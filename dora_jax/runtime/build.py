@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import queue
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
+  faults,
   following,
   generating,
   local,
@@ -31,7 +33,10 @@ from dora_jax.runtime import (
   scoring,
   served_form,
   training,
+  watchdog,
 )
+from dora_jax.runtime import quarantine as quarantine_lib
+from dora_jax.runtime import replicas as replicas_lib
 from dora_jax.tasks import (
   prompts,
   reward_pool,
@@ -83,11 +88,12 @@ def build(
   Raises:
     CannotBuild: what the config names cannot be used.
   """
+  # Before anything is written, for it may be another run's workdir.
+  found = resuming.find(config, workdir)
   gate = None
   if follow is not None:
-    # Before anything is written, for it may be the record's own workdir.
-    gate = following.open_record(config, workdir, follow)
-  found = resuming.find(config, workdir)
+    num_past = found.extras["num_events"] if found else 0
+    gate = following.open_record(config, workdir, follow, num_past=num_past)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
@@ -126,6 +132,7 @@ def _build(
       timeout_s=config.task.reward_timeout_s,
       memory_bytes=int(config.task.reward_memory_gib * 2**30),
       has_network=config.task.reward_network,
+      retries=config.task.reward_retries,
     )
   )
   timeline = trace.Trace(workdir / "trace.json")
@@ -164,10 +171,13 @@ def _build(
     most = config.generator.max_new_tokens
     completion_limit = lambda group_id, member: most
   workers = _build_workers(config, form.shape, split, stop_ids, tokenizer)
+  quarantine = quarantine_lib.Quarantine(workdir)
   parts = _build_parts(
     workers=workers,
     trainer_part=trainer_part,
-    reward_part=scoring.RewardPart(post=inbox.put, pool=pool),
+    reward_part=scoring.RewardPart(
+      post=inbox.put, pool=pool, quarantine=quarantine
+    ),
     post=inbox.put,
     store=store,
     canary=canary,
@@ -181,6 +191,10 @@ def _build(
     num_kept=found.extras["num_events"] if found else None,
   )
   stack.callback(events.close)
+  replicas = replicas_lib.Replicas(
+    lambda: {each.part: each.work_done() for each in generator_parts},
+    now_s=time.monotonic(),
+  )
   results = recorder.Recorder(
     workdir=workdir,
     coordinator=coordinator,
@@ -189,6 +203,11 @@ def _build(
     decode=tokenizer.decode,
     generators=generator_parts,
     store=store,
+    further=lambda: {
+      **losses.metrics(),
+      **quarantine.metrics(),
+      **replicas.metrics(),
+    },
   )
   stack.callback(results.close)
   evaluation_part = parts.generators[parts.evaluation_id]
@@ -221,6 +240,9 @@ def _build(
     stopping=stopping,
     completion_limit=completion_limit,
   )
+  losses = faults.Losses(
+    parts=parts, executor=executor, store=store, evaluator=evaluator
+  )
   saver = saving.Saver(
     found=found,
     every_steps=config.checkpoint.every_steps,
@@ -249,10 +271,18 @@ def _build(
     saver=saver,
     events=events,
     gate=gate,
-    workdir=workdir,
+    watchdog=watchdog.Watchdog(
+      coordinator=coordinator,
+      parts=parts.all(),
+      moves=lambda: executor.moves,
+      workdir=workdir,
+      stall_s=config.runtime.stall_s,
+      give_up_s=config.runtime.give_up_s,
+    ),
+    losses=losses,
+    replicas=replicas,
     solved_reward=config.evaluation.solved_reward,
     tick_s=config.coordinator.balance_period_s,
-    stall_s=config.runtime.stall_s,
   )
   return Run(
     runtime=runtime,

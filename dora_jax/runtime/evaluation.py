@@ -49,6 +49,7 @@ class Evaluation:
   Attributes:
     results: of finished evaluations, in order.
     num_skipped: versions due while another was still under way.
+    is_lost: whether its lane is gone, so that nothing is evaluated any more.
   """
 
   def __init__(
@@ -83,6 +84,7 @@ class Evaluation:
     """
     self.results: list[Result] = []
     self.num_skipped = 0
+    self.is_lost = False
     self._prompts = prompts
     self._samples = samples_per_prompt
     self._sampling = sampling
@@ -120,7 +122,7 @@ class Evaluation:
       must_run: whether it may not be skipped where another is under way.
     """
     known = {self._version, *self._due, *(r.version for r in self.results)}
-    if not self._prompts or version in known:
+    if self.is_lost or not self._prompts or version in known:
       return
     if self._version is not None and not must_run:
       self.num_skipped += 1
@@ -133,6 +135,12 @@ class Evaluation:
     self._store.reserve(version, holder=HOLDER, mesh_id=self._mesh_id)
     self._due.append(version)
     self._begin_next()
+
+  def lose(self) -> None:
+    """Ends what is under way and due: its lane is gone, with its versions."""
+    self.is_lost = True
+    self._version = None
+    self._due.clear()
 
   def serve(self) -> None:
     """Hears that the lane serves the version; submits every request."""
@@ -166,6 +174,8 @@ class Evaluation:
 
   def score(self, result: reward_pool.ScoreResult) -> Result | None:
     """Takes a score; returns the result with the last one."""
+    if self.is_lost:
+      return None
     assert self._version is not None
     if result.reward is None:
       self._num_failed += 1

@@ -4,7 +4,7 @@ Keeps what the coordinator knows only by id: prompts, trajectories, rewards.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -51,6 +51,10 @@ class Parts:
       self.rewards,
       *dict.fromkeys(self.generators.values()),
     ]
+
+  def generators_of(self, name: str) -> list[int]:
+    """The generators that the part of this name drives; [] for any other."""
+    return [g for g, each in self.generators.items() if each.part == name]
 
   def joined(self) -> list[ev.GeneratorJoined]:
     """What the coordinator hears of the generators at the beginning."""
@@ -135,8 +139,40 @@ class Executor:
     self._stopping = stopping
     self._completion_limit = completion_limit
     self._groups: dict[int, GroupData] = {}
+    # Those of the last Train.
+    self._batch: dict[int, GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
+    # Those of them whose requests are packed and sent on.
+    self._sent_on: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
+    self._lost: set[int] = set()
+    self._lost_versions: set[int] = set()
+
+  @property
+  def moves(self) -> Mapping[tuple[int, int], Collection[orders.Name]]:
+    """(source, target) -> the requests of each move that is under way."""
+    return self._moves
+
+  def lose(
+    self, generators: Collection[int], versions: Collection[int]
+  ) -> None:
+    """Sends these generators nothing more; the versions are in no store."""
+    self._lost.update(generators)
+    self._lost_versions.update(versions)
+
+  def end_lost_moves(self) -> list[ev.Moved]:
+    """Ends the moves that a generator should still have answered, and is lost.
+
+    A move from a lost generator whose requests are on their way arrives.
+    """
+    ended = []
+    for source_id, target_id in list(self._moves):
+      sent_on = self._sent_on.get((source_id, target_id))
+      if sent_on is None and source_id in self._lost:
+        ended.append(self._end_move(source_id, target_id, (), 0))
+      elif sent_on is not None and target_id in self._lost:
+        ended.append(self._go_on(source_id, target_id, sent_on))
+    return ended
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
     """Gives the orders that a command needs; returns the batch of a Train."""
@@ -164,7 +200,8 @@ class Executor:
         data = self._groups[command.group_id]
         self.send_score(ROLLOUT, data.prompt, data.trajectories[command.member])
       case ev.Train():
-        batch = [self._groups.pop(g).group(g) for g in command.group_ids]
+        self._batch = {g: self._groups.pop(g) for g in command.group_ids}
+        batch = [data.group(g) for g, data in self._batch.items()]
         self._parts.trainer.send(batch)
         return batch
       case ev.Restart():
@@ -175,7 +212,8 @@ class Executor:
       case ev.Drop():
         del self._groups[command.group_id]
       case ev.Release():
-        self._store.release(command.version, holder="coordinator")
+        if command.version not in self._lost_versions:
+          self._store.release(command.version, holder="coordinator")
       case ev.Stop():
         pass  # What is unfinished may still be saved.
     return None
@@ -184,6 +222,11 @@ class Executor:
   def groups(self) -> Mapping[int, GroupData]:
     """Groups that have started and are not in a batch, by id."""
     return self._groups
+
+  def return_batch(self) -> None:
+    """Takes back the groups of a step that was not made."""
+    self._groups |= self._batch
+    self._batch = {}
 
   def take_over(self, groups: Mapping[int, GroupData]) -> None:
     """Goes on with the groups of a run that this one resumes."""
@@ -212,6 +255,10 @@ class Executor:
     """Sends packed requests to their target; the end of a move of nothing."""
     if not message.parcels:
       return self._end_move(message.source_id, message.target_id, (), 0)
+    names = tuple(parcel.name for parcel in message.parcels)
+    if message.target_id in self._lost:
+      return self._go_on(message.source_id, message.target_id, names)
+    self._sent_on[message.source_id, message.target_id] = names
     self._send(
       orders.RestoreOrder(
         generator_id=message.target_id,
@@ -226,12 +273,7 @@ class Executor:
   ) -> ev.Moved:
     """Tells the source to let go of its requests, or to go on with them."""
     if isinstance(message, orders.RestoreFailed):
-      self._send(
-        orders.ResumeOrder(
-          generator_id=message.source_id, requests=message.requests
-        )
-      )
-      return self._end_move(message.source_id, message.target_id, (), 0)
+      return self._go_on(message.source_id, message.target_id, message.requests)
     self._send(
       orders.ForgetOrder(
         generator_id=message.source_id, requests=message.requests
@@ -257,6 +299,13 @@ class Executor:
       )
     )
 
+  def _go_on(
+    self, source_id: int, target_id: int, requests: tuple[orders.Name, ...]
+  ) -> ev.Moved:
+    """Has the source go on with packed requests: the target has none."""
+    self._send(orders.ResumeOrder(generator_id=source_id, requests=requests))
+    return self._end_move(source_id, target_id, (), 0)
+
   def _end_move(
     self,
     source_id: int,
@@ -265,6 +314,7 @@ class Executor:
     num_kv_tokens: int,
   ) -> ev.Moved:
     ordered = self._moves.pop((source_id, target_id))
+    self._sent_on.pop((source_id, target_id), None)
     return ev.Moved(
       source_id=source_id,
       target_id=target_id,
@@ -274,9 +324,12 @@ class Executor:
     )
 
   def _send(self, order: orders.Order) -> None:
-    self._parts.generators[order.generator_id].send(order)
+    if order.generator_id not in self._lost:
+      self._parts.generators[order.generator_id].send(order)
 
   def _load(self, command: ev.Load) -> None:
+    if command.generator_id in self._lost:
+      return  # The coordinator is about to hear of it.
     self._store.reserve(
       command.version,
       holder=self._parts.names[command.generator_id],

@@ -1,5 +1,6 @@
 """Opens the record of another run, for a run that is to follow it."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +24,7 @@ FREE = (
   "task.path",
   "task.reward_memory_gib",
   "task.reward_network",
+  "task.reward_retries",
   "task.reward_timeout_s",
   "task.reward_workers",
   "tokenizer.folder",
@@ -35,13 +37,24 @@ def header(config: Config) -> dict[str, Any]:
 
 
 def open_record(
-  config: Config, workdir: pathlib.Path, path: pathlib.Path
+  config: Config,
+  workdir: pathlib.Path,
+  path: pathlib.Path,
+  *,
+  num_past: int = 0,
 ) -> record.ReplayGate:
   """Opens a record for a run of this config to follow.
 
+  Args:
+    config: of the run.
+    workdir: of the run.
+    path: of the record.
+    num_past: events that the run in the workdir, which is resumed, has behind
+      it; its own record must begin with the same.
+
   Raises:
     ValueError: the run cannot follow it: it would overwrite it, mixes versions,
-      or has another config.
+      has another config, or has gone another way already.
   """
   if path.resolve() == (workdir / record.FILE_NAME).resolve():
     raise ValueError(
@@ -62,6 +75,14 @@ def open_record(
       + (f", and {len(found) - 1} more fields" if found[1:] else "")
       + ". A run follows only a record of its own config."
     )
+  if num_past:
+    past = list(itertools.islice(events, num_past))
+    own = record.read_events(workdir / record.FILE_NAME)[1]
+    if past != list(itertools.islice(own, num_past)):
+      raise ValueError(
+        f"{workdir} holds a run that has not followed --replay={path}: give "
+        "another --workdir."
+      )
   return record.ReplayGate(events)
 
 

@@ -10,7 +10,7 @@ from dora_jax import interfaces, trace, types
 from dora_jax.coordinator import events as ev
 from dora_jax.generator import worker as worker_lib
 from dora_jax.runtime import canary as canary_lib
-from dora_jax.runtime import orders, part, slices
+from dora_jax.runtime import orders, part, replicas, slices
 from dora_jax.weights import store as store_lib
 
 # How often a generator that decodes says how far it is.
@@ -51,6 +51,14 @@ class GeneratorPart(part.Part):
     self._slices = slices.Slices(timeline, self._tracks)
     # generator -> when it last said how far it is, on perf_counter.
     self._said_s = dict.fromkeys(self._lanes, -_PROGRESS_S)
+
+  def work_done(self) -> replicas.Work:
+    """What its lanes have decoded so far; any thread may ask."""
+    counters = [lane.counters for lane in self.worker.lanes]
+    return replicas.Work(
+      slot_steps=sum(each.total_slot_steps for each in counters),
+      busy_s=self.busy_s,
+    )
 
   def work(self) -> None:
     """Carries out orders, and decodes while any request can be decoded."""
@@ -203,8 +211,8 @@ class GeneratorPart(part.Part):
     )
 
   def _decode(self) -> None:
-    if self.doing != "decoding":
-      self.begin("decoding")
+    # Anew for each chunk, so that a long one can be told.
+    self.begin("decoding")
     # Each lane that is stepped; its last chunk may be one without requests.
     versions = {
       lane.generator_id: lane.version

@@ -5,12 +5,10 @@ recorder do; the parts (trainer, generator meshes, rewards) have a thread each.
 It serves a single host, and a Pathways controller, which sees every device.
 """
 
-import json
-import pathlib
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +20,7 @@ from dora_jax.coordinator import events as ev
 from dora_jax.runtime import (
   evaluation,
   executing,
+  faults,
   orders,
   part,
   record,
@@ -30,6 +29,8 @@ from dora_jax.runtime import (
   scoring,
   training,
 )
+from dora_jax.runtime import replicas as replicas_lib
+from dora_jax.runtime import watchdog as watchdog_lib
 from dora_jax.tasks import reward_pool
 
 _PROPER_ENDS = ("finished", "data_exhausted")
@@ -39,7 +40,7 @@ _JOIN_S = 20.0
 
 
 class PartFailed(RuntimeError):
-  """A part of the run ended by an exception, which is the cause of this one."""
+  """The run cannot go on: a part failed, by the exception that is the cause."""
 
 
 class LocalRuntime:
@@ -59,10 +60,11 @@ class LocalRuntime:
     saver: saving.Saver,
     events: record.EventWriter,
     gate: record.ReplayGate | None,
-    workdir: pathlib.Path,
+    watchdog: watchdog_lib.Watchdog,
+    losses: faults.Losses,
+    replicas: replicas_lib.Replicas,
     solved_reward: float,
     tick_s: float,
-    stall_s: float,
   ):
     """Wires; starts nothing.
 
@@ -78,10 +80,11 @@ class LocalRuntime:
       saver: of checkpoints.
       events: the record of what the coordinator hears.
       gate: of the record that this run follows; None where it follows none.
-      workdir: of the run.
+      watchdog: notices stalls.
+      losses: lets go of generators that have failed.
+      replicas: notices slow ones.
       solved_reward: least reward of a solved prompt.
       tick_s: seconds between two Ticks; 0 sends none.
-      stall_s: a silence beyond it is reported.
     """
     self._coordinator = coordinator
     self._task = task
@@ -94,22 +97,37 @@ class LocalRuntime:
     self._saver = saver
     self._events = events
     self._gate = gate
-    self._workdir = workdir
+    self._watchdog = watchdog
+    self._losses = losses
+    self._replicas = replicas
     self._solved_reward = solved_reward
     self._tick_s = tick_s
-    self._stall_s = stall_s
-    self._heard_s = self._ticked_s = time.monotonic()
+    self._ticked_s = time.monotonic()
+    self._last_error: BaseException | None = None
     # Of the step that the coordinator has not heard of yet.
     self._step_metrics: Mapping[str, float] = {}
     # The coordinator's clock goes on where a run that this one resumes was.
     self._clock_start_s = time.monotonic()
+    # What a run that this one resumes had under way: to be asked for anew.
     self._resumed: ev.Resumed | None = None
+    self._again: list[ev.Command] | None = None
+    # Generators that are given again what the coordinator knows they serve.
+    self._silent: set[int] = set()
 
   def resume(self) -> None:
-    """Goes on from the checkpoint that was found; call it before `run`."""
-    self._resumed = self._saver.resume()
+    """Goes on from the checkpoint that was found; call it before `run`.
+
+    Raises:
+      ValueError: the run follows a record, and cannot go on with it from here.
+    """
+    versions = self._saver.resume()
     assert self._saver.found is not None
     self._clock_start_s -= self._saver.found.extras["now_s"]
+    if self._gate is None:
+      self._resumed = ev.Resumed(versions=tuple(versions))
+    else:
+      # The record knows of no resume: all is put back to where it was.
+      self._again = self._coordinator.under_way()
 
   def save(self) -> None:
     """Starts to write a checkpoint; call it while no part is running.
@@ -119,11 +137,17 @@ class LocalRuntime:
     """
     self._parts.trainer.save(self._saver.order(self._now_s()))
 
+  def save_last_good(self) -> str:
+    """After a failure of `run`: saves what is whole; says what was saved."""
+    return faults.save_last_good(self._saver, self._now_s())
+
   def run(self) -> str:
     """Runs to the end; returns why it ended.
 
     Raises:
-      PartFailed: a part has failed; its exception is the cause.
+      PartFailed: a part has failed without which nothing goes on; its exception
+        is the cause.
+      watchdog.GaveUp: nothing has gone on for long.
     """
     parts = self._parts.all()
     for each in parts:
@@ -131,21 +155,22 @@ class LocalRuntime:
     try:
       with self._interruptible():
         self._results.start_clock()
-        if self._resumed is not None:
-          self._feed(self._resumed)
-        else:
-          version = self._coordinator.newest_version
-          self._evaluator.request(version, must_run=True)
-        self._join_generators()
+        self._begin()
+        self._watchdog.hear()
         while not self._is_over():
           message = self._next_message()
           if message is not None:
             self._hear(message)
-          self._results.refresh()
+          self._watch()
     finally:
       self._end_parts()
-    assert self._coordinator.stop_reason is not None
-    return self._coordinator.stop_reason
+    reason = self._coordinator.stop_reason
+    assert reason is not None
+    if reason == "generators_lost":
+      raise PartFailed(
+        f"No generator is left: {'; '.join(self._losses.causes.values())}"
+      ) from self._last_error
+    return reason
 
   def _is_over(self) -> bool:
     """An early end does not wait for an evaluation; a proper one does."""
@@ -154,7 +179,20 @@ class LocalRuntime:
       return self._evaluator.is_idle()
     return reason is not None
 
-  def _join_generators(self) -> None:
+  def _begin(self) -> None:
+    if self._again is not None:
+      self._silent = {
+        view.generator_id
+        for view in self._coordinator.fleet
+        if view.version is not None and view.loading is None
+      }
+      self._carry_out(self._again)
+      return
+    if self._resumed is not None:
+      self._feed(self._resumed)
+    else:
+      version = self._coordinator.newest_version
+      self._evaluator.request(version, must_run=True)
     if self._task.num_groups is not None:
       self._feed(ev.DataExhausted(num_groups=self._task.num_groups))
     for event in self._parts.joined():
@@ -170,20 +208,24 @@ class LocalRuntime:
     try:
       message = self._inbox.get(timeout=timeout_s)
     except queue.Empty:
-      if time.monotonic() - self._heard_s > self._stall_s:
-        self._report_stall()
-        self._heard_s = time.monotonic()
       return None
-    self._heard_s = time.monotonic()
+    self._watchdog.hear()
     return message
+
+  def _watch(self) -> None:
+    """Shows where the run stands, and what is wrong with it."""
+    further = []
+    if self._gate is not None:
+      further = [f"the record goes on with {self._gate.waiting_for()}"]
+    if self._watchdog.look(further):
+      self._events.flush()
+    self._replicas.look(time.monotonic())
+    self._results.refresh()
 
   def _hear(self, message: Any) -> None:
     match message:
       case part.Failure():
-        raise PartFailed(
-          f"{message.part} failed: {type(message.error).__name__}: "
-          f"{message.error}"
-        ) from message.error
+        self._hear_failure(message)
       case orders.Sampled():
         self._hear_sampled(message)
       case orders.Served():
@@ -214,6 +256,23 @@ class LocalRuntime:
       case _:
         raise TypeError(f"Nobody sends {message!r}.")
 
+  def _hear_failure(self, message: part.Failure) -> None:
+    """Goes on without a generator that has failed, if that can be."""
+    events = None
+    if self._gate is None:  # A record needs every generator.
+      events = self._losses.take(
+        message, newest_version=self._coordinator.newest_version
+      )
+    if events is None:
+      raise PartFailed(faults.describe(message)) from message.error
+    self._last_error = message.error
+    if self._losses.is_evaluation_lost:
+      self._results.end_evaluations()
+    for event in events:
+      self._feed(event)
+    for moved in self._executor.end_lost_moves():
+      self._feed(moved)
+
   def _hear_sampled(self, message: orders.Sampled) -> None:
     for trajectory in message.trajectories:
       if message.generator_id == self._parts.evaluation_id:
@@ -235,6 +294,8 @@ class LocalRuntime:
   def _hear_served(self, message: orders.Served) -> None:
     if message.generator_id == self._parts.evaluation_id:
       self._evaluator.serve()
+    elif message.generator_id in self._silent:
+      self._silent.remove(message.generator_id)
     else:
       self._feed(
         ev.Loaded(
@@ -297,6 +358,9 @@ class LocalRuntime:
     commands = self._coordinator.handle(event, now_s)
     if isinstance(event, ev.StepDone):
       self._end_step(event.version, now_s)
+    self._carry_out(commands)
+
+  def _carry_out(self, commands: Sequence[ev.Command]) -> None:
     # What is let go goes first: a generator that unloads the version meanwhile
     # would find itself its last holder, and keep a copy for nobody.
     for command in sorted(
@@ -320,28 +384,6 @@ class LocalRuntime:
   def _now_s(self) -> float:
     """The coordinator's clock."""
     return time.monotonic() - self._clock_start_s
-
-  def _report_stall(self) -> None:
-    """Says who waits for what, and writes the coordinator's state down."""
-    self._events.flush()
-    path = self._workdir / "stall.json"
-    path.write_text(json.dumps(self._coordinator.snapshot(), indent=2))
-    now_s = time.monotonic()
-    lines = [
-      f"{who} waits for {what}" for who, what in self._coordinator.waits()
-    ]
-    lines += [
-      f"{each.part} is {each.doing} for {now_s - each.since_s:.0f} s"
-      for each in self._parts.all()
-    ]
-    if self._gate is not None:
-      lines.append(f"the record goes on with {self._gate.waiting_for()}")
-    logging.error(
-      "Nothing has happened for %.0f s (config.runtime.stall_s): %s. The "
-      "coordinator's state is in stall.json of the workdir.",
-      self._stall_s,
-      "; ".join(lines),
-    )
 
   def _end_parts(self) -> None:
     """Ends every thread; names those that do not end in time."""

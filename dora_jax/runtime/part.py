@@ -1,7 +1,7 @@
 """What every thread of a run has: an inbox, a name, and a way to fail aloud.
 
 A part takes orders from its inbox and posts what came of them to the runtime's.
-One that fails posts its exception and ends; the runtime stops the others.
+One that fails posts its exception, after all that it has posted, and ends.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ Post = Callable[[Any], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-  """A part has ended by an exception."""
+  """A part has ended by an exception, while it was doing this."""
 
   part: str
+  doing: str
   error: BaseException
 
 
@@ -44,12 +45,13 @@ class Part(threading.Thread):
 
   def run(self) -> None:
     """Works, and hands whatever ends it early to the runtime."""
+    self.begin("starting")
     try:
       self.work()
     # The top of a thread: what is not handed on here would be lost, and the run
     # would wait for this part for ever.
     except BaseException as error:
-      self._post(Failure(part=self.part, error=error))
+      self._post(Failure(part=self.part, doing=self.doing, error=error))
 
   def work(self) -> None:
     """Takes orders until None comes."""
@@ -68,3 +70,8 @@ class Part(threading.Thread):
         orders.append(self._inbox.get(block=False))
     except queue.Empty:
       return orders
+
+
+def alive() -> list[str]:
+  """Names of the parts whose threads have not ended, of all runs."""
+  return [each.part for each in threading.enumerate() if isinstance(each, Part)]

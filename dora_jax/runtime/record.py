@@ -247,8 +247,9 @@ class ReplayGate:
   been offered. Counterparts are counted, for a group may be generated twice.
 
   What decides nothing by itself (Progress), or comes from outside (Tick,
-  GeneratorLost, StopRequested), is taken from the record alone. A real
-  StopRequested is passed on at once all the same.
+  StopRequested), is taken from the record alone. A real StopRequested is passed
+  on at once all the same. Where a generator is lost, here or in the record, the
+  run ends: what the lost one had finished by then is a matter of time.
   """
 
   def __init__(self, events: Iterable[TimedEvent]):
@@ -305,6 +306,12 @@ class ReplayGate:
 
   def _take(self, recorded: ev.Event) -> bool:
     """Uses up the counterpart; False where it has not been offered yet."""
+    if isinstance(recorded, ev.GeneratorLost | ev.VersionLost | ev.Resumed):
+      raise ValueError(
+        f"The record goes on with {recorded} after {self._num_fed} events: a "
+        "run in which a generator was lost, or which was resumed, cannot be "
+        "followed past there. `record.replay` repeats its decisions."
+      )
     key = _counterpart(recorded)
     if key is None:
       return True
@@ -356,7 +363,13 @@ def _counterpart(event: ev.Event) -> _Key | None:
       return "Cancelled", event.generator_id
     case ev.DataExhausted():
       return "DataExhausted", event.num_groups
-    case ev.Tick() | ev.Progress() | ev.GeneratorLost() | ev.StopRequested():
+    case (
+      ev.Tick()
+      | ev.Progress()
+      | ev.GeneratorLost()
+      | ev.VersionLost()
+      | ev.StopRequested()
+    ):
       return None
     case ev.Resumed():
       return ("Resumed",)

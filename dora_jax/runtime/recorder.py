@@ -40,6 +40,7 @@ class Recorder:
     decode: Callable[[Sequence[int]], str],
     generators: Sequence[generating.GeneratorPart],
     store: store_lib.WeightStore,
+    further: Callable[[], Mapping[str, float]],
     stream: TextIO = sys.stdout,
   ):
     self.num_mixed = self.num_resumes = 0
@@ -52,6 +53,7 @@ class Recorder:
     self._decode = decode
     self._generators = generators
     self._store = store
+    self._further = further
     self._metrics = metrics_lib.MetricsWriter(workdir)
     self._progress = progress.Progress(num_steps, stream)
     self._start_s = time.perf_counter()
@@ -62,12 +64,15 @@ class Recorder:
     self._reward: float | None = None
     self._lag_mean: float | None = None
     self._accuracies: dict[int, float] = {}
+    self._evaluates_last = True
     self._mismatch_sum, self._num_mismatches = 0.0, 0
     self._waits_since_s: dict[tuple[str, str], float] = {}
     self._score_errors: collections.Counter[str] = collections.Counter()
     folder = workdir / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
-    self._samples = (folder / "sampled.jsonl").open("a", encoding="utf-8")
+    path = folder / "sampled.jsonl"
+    self._last_sampled_step = metrics_lib.mend(path)
+    self._samples = path.open("a", encoding="utf-8")
 
   def start_clock(self) -> None:
     """Marks the beginning of what `seconds` counts beside earlier attempts."""
@@ -144,6 +149,8 @@ class Recorder:
       "completion_tokens": trajectory.completion.tolist(),
       "behavior_logprobs": trajectory.behavior_logprobs.tolist(),
     }
+    if step <= self._last_sampled_step:
+      line["resumed"] = True  # As in metrics.jsonl.
     self._samples.write(json.dumps(line) + "\n")
 
   def step(self, version: int, values: Mapping[str, float]) -> None:
@@ -174,6 +181,7 @@ class Recorder:
         "rollout/mixed": self.num_mixed,
         **self._lane_counts(),
         **self._copies(),
+        **self._further(),
         "rollout/trainer_wait_data_s": waits["data"],
         "rollout/trainer_wait_straggler_s": waits["straggler"],
         **{
@@ -210,6 +218,10 @@ class Recorder:
       f"version {result.version}: {result.accuracy:.1%} of "
       f"{result.num_scored} held-out completions solved"
     )
+
+  def end_evaluations(self) -> None:
+    """No version is evaluated any more: none is that after the run."""
+    self._evaluates_last = False
 
   def refresh(self) -> None:
     """Shows where the run stands."""
@@ -249,6 +261,9 @@ class Recorder:
     size = ledger.group_size
     dropped = {name: count * size for name, count in ledger.dropped.items()}
     values: dict[str, float] = {
+      **{
+        name.replace("/", "_"): value for name, value in self._further().items()
+      },
       "seconds": seconds,
       "steps": self._coordinator.newest_version,
       "resumes": self.num_resumes,
@@ -270,7 +285,8 @@ class Recorder:
     }
     if self._accuracies:
       values["accuracy_before"] = self._accuracies[min(self._accuracies)]
-      values["accuracy_after"] = self._accuracies[max(self._accuracies)]
+      if self._evaluates_last:
+        values["accuracy_after"] = self._accuracies[max(self._accuracies)]
     if self._num_mismatches:
       values["mismatch_kl_k3"] = self._mismatch_sum / self._num_mismatches
     summary.write_summary(self._workdir, values, command=command)

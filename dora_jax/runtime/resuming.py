@@ -5,6 +5,7 @@ format, or of a run that learns something else, is refused with the difference.
 """
 
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -64,16 +65,10 @@ def find(config: Config, workdir: pathlib.Path) -> Found | None:
   folder = workdir / FOLDER
   if not folder.is_dir():
     return None
-  checkpoints = checkpoint.Checkpoints(
-    folder, max_to_keep=config.checkpoint.max_to_keep, read_only=True
-  )
-  try:
-    version = checkpoints.latest()
-    if version is None:
-      return None
-    extras = checkpoints.extras(version)
-  finally:
-    checkpoints.close()
+  version = max(checkpoint.complete_steps(folder), default=None)
+  if version is None:
+    return None
+  extras = checkpoint.read_extras(folder, version)
   if not config.checkpoint.resume:
     raise ValueError(
       f"{workdir} holds a run of {version} steps, and config.checkpoint.resume "
@@ -81,6 +76,14 @@ def find(config: Config, workdir: pathlib.Path) -> Found | None:
     )
   _check(config, workdir, extras)
   return Found(version=version, extras=extras)
+
+
+def is_over(config: Config, workdir: pathlib.Path, found: Found) -> bool:
+  """Whether the run has made all its steps, and summed itself up."""
+  path = workdir / "summary.json"
+  if found.version < config.coordinator.num_steps or not path.exists():
+    return False
+  return json.loads(path.read_text())["steps"] == found.version
 
 
 def _check(config: Config, workdir: pathlib.Path, extras: dict) -> None:

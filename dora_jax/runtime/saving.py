@@ -19,10 +19,7 @@ from absl import logging
 
 from dora_jax import checkpoint, interfaces
 from dora_jax.coordinator import coordinator as coordinator_lib
-from dora_jax.coordinator import events as ev
-from dora_jax.runtime import (
-  canary as canary_lib,
-)
+from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
   executing,
@@ -44,12 +41,12 @@ class Saver:
     found: the checkpoint to go on from; None where the run begins.
     every_steps: versions that it divides are saved; 0 has none.
     config: of the run, JSON-able.
-    others: of the run, all that it packs.
   """
 
   found: resuming.Found | None
   every_steps: int
   config: dict[str, Any]
+  # All that it packs.
   coordinator: coordinator_lib.Coordinator
   task: interfaces.Task
   executor: executing.Executor
@@ -75,9 +72,11 @@ class Saver:
     made = self.coordinator
     self.events.flush()
     entries, arrays = group_arrays.pack(self.executor.groups, made.ledger)
-    needed = {*made.ledger.num_generating, *self.evaluator.pending()}
-    alive = needed & {*self.store.versions()} - {made.newest_version}
-    older = {version: self.store.copy_of(version) for version in alive}
+    needed = {*made.versions_held(), *self.evaluator.pending()}
+    older = {
+      version: self.store.copy_of(version)
+      for version in sorted(needed - {made.newest_version})
+    }
     trees: dict[str, Any] = {"groups": arrays}
     if older:
       trees["versions"] = {str(v): params for v, (_, params) in older.items()}
@@ -99,7 +98,7 @@ class Saver:
             "canary": self.canary.expected[version].tolist(),
             "form": _form(params),
           }
-          for version, (publication, params) in sorted(older.items())
+          for version, (publication, params) in older.items()
         ],
         "evaluation": self.evaluator.pending(),
         "results": self.results.state(),
@@ -107,16 +106,17 @@ class Saver:
       trees=trees,
     )
 
-  def resume(self) -> ev.Resumed:
+  def resume(self) -> list[int]:
     """Puts everything as it was at the checkpoint that was found.
 
     Returns:
-      What the coordinator is to hear first.
+      Versions older than the newest that generators can be given again.
     """
     assert self.found is not None
     version, extras = self.found.version, self.found.extras
     state, _ = self.checkpoints.restore(version, self.trainer.abstract_state())
     self.trainer.restore(state, version=version)
+    self.trainer_part.saved = version
     self._restore_memory(version, extras["trainer"])
     older = self._restore_versions(version, extras["versions"])
     self.trainer_part.publish()
@@ -132,7 +132,7 @@ class Saver:
     self.results.restore(extras["results"])
     self._request_evaluations(extras["evaluation"])
     self.results.note(f"resumed at version {version}")
-    return ev.Resumed(versions=tuple(older))
+    return older
 
   def _restore_memory(self, version: int, memory: dict[str, Any]) -> None:
     abstract = self.trainer.abstract_recalled(memory)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from dora_jax import checkpoint, trace, types
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import part
-from dora_jax.trainer import train_step
+from dora_jax.trainer import train_state, train_step
 from dora_jax.weights import store as store_lib
 
 # Of a gradient so small that Adam's eps, 1e-8 for each weight, outweighs it.
@@ -45,6 +46,8 @@ class TrainerPart(part.Part):
   """Trains on what it is sent, publishes, saves.
 
   Attributes:
+    saved: the version that was saved last, here or by the run that this one
+      resumes.
     busy_s: seconds in which it made steps and published.
     save_s: seconds that the last save took of its time, since the last step.
     num_failed_saves: checkpoints that could not be written.
@@ -83,7 +86,9 @@ class TrainerPart(part.Part):
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
     self._publish_track = timeline.track("publish", "weights")
-    self._saved: int | None = None
+    self.saved: int | None = None
+    # The state from which a step under way set out.
+    self._underway: train_state.TrainState | None = None
     self.busy_s = self.save_s = 0.0
     self.num_failed_saves = 0
 
@@ -91,7 +96,14 @@ class TrainerPart(part.Part):
     """Makes the trainer's version available to generators."""
     start_s = time.perf_counter()
     version, params = self._trainer.version, self._trainer.params()
-    publication = self._store.publish(version, params, holder="coordinator")
+    try:
+      publication = self._store.publish(version, params, holder="coordinator")
+    # Nobody has it yet, and the version before is served meanwhile.
+    except jax.errors.JaxRuntimeError as error:
+      logging.warning(
+        "Version %d is published again, as that has failed: %s", version, error
+      )
+      publication = self._store.publish(version, params, holder="coordinator")
     logprobs = self._trainer.logprobs_of(params, self._canary.tokens)
     self._canary.expected[version] = logprobs[1:]
     self._trace.span(
@@ -120,7 +132,7 @@ class TrainerPart(part.Part):
         f"Version {order.version} is to be saved, but the trainer is at "
         f"{version}."
       )
-    if self._saved == version:
+    if self.saved == version:
       return
     start_s = time.perf_counter()
     self.begin(f"saving version {version}")
@@ -133,11 +145,23 @@ class TrainerPart(part.Part):
       **order.trees,
       **({"recalled": recalled} if recalled else {}),
     )
-    self._saved = version
+    self.saved = version
     self.save_s = time.perf_counter() - start_s
     self._trace.span(
       self._track, f"save v{version}", start_s, time.perf_counter()
     )
+
+  def usable_version(self) -> int | None:
+    """The version whose train state is there, whole; None in a broken step.
+
+    A step gives the arrays that it sets out from away. For when it has ended.
+    """
+    state = self._trainer.state()
+    is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    is_between_steps = self._underway is None or self._underway is state
+    if self.is_alive() or not (is_whole and is_between_steps):
+      return None
+    return self._trainer.version
 
   def _end_save(self) -> None:
     """Waits for the save before; a run goes on without it."""
@@ -173,7 +197,9 @@ class TrainerPart(part.Part):
     step = self._trainer.version
     self.begin(f"step {step}")
     start_s = time.perf_counter()
+    self._underway = self._trainer.state()
     metrics = dict(self._trainer.train(groups))
+    self._underway = None
     trained_s = time.perf_counter()
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()

@@ -2,9 +2,9 @@
 
 A reward runs code that hangs, crashes or leaks. So it runs in a process of its
 own: one over its deadline is killed, with whatever it started, and replaced.
-What cannot be scored is an error, never a reward of 0. It has limits of memory,
-files and descriptors, an empty folder to work in, and no network unless asked
-for (confine.py tells how far that holds).
+What cannot be scored is tried again, then it is an error, never a reward of 0.
+A reward has limits of memory, files and descriptors, an empty folder to work
+in, and no network unless asked for (confine.py tells how far that holds).
 
 The processes are plain subprocesses and not those of `multiprocessing`: its
 "spawn" imports the parent's main module, and with it JAX, into every child, and
@@ -52,13 +52,30 @@ class ScoreResult:
     job: as submitted.
     reward: in the task's own units; None where there is an error.
     components: further numbers that the reward function returned, by name.
-    error: why there is no reward; None where there is one.
+    error: why there is no reward, by the last try; None where there is one.
+    num_tries: how often it was tried.
   """
 
   job: Hashable
   reward: float | None
   components: dict[str, float]
   error: str | None
+  num_tries: int
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Job:
+  """What a worker is to score.
+
+  Attributes:
+    name: as submitted.
+    payload: prompt and completion, pickled.
+    num_tries: workers that have got it.
+  """
+
+  name: Hashable
+  payload: bytes
+  num_tries: int = 0
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -69,15 +86,14 @@ class _Worker:
     process: leads a process group of its own.
     channel: our end of the pipe.
     is_ready: whether it said that it can score.
-    job: the name, in a tuple since None may be one, of what it scores now; None
-      where it starts or waits.
+    job: what it scores now; None where it starts or waits.
     deadline_s: when it is killed, on the monotonic clock.
   """
 
   process: subprocess.Popen[bytes]
   channel: connection.Connection
   is_ready: bool = False
-  job: tuple[Hashable] | None = None
+  job: _Job | None = None
   deadline_s: float = math.inf
 
 
@@ -90,6 +106,7 @@ class RewardPool:
   Attributes:
     network_held: by what rewards are kept from the network, confine.ENFORCED or
       confine.GUARDED; empty where they may use it.
+    num_replaced: workers that were killed or died, and were replaced.
   """
 
   def __init__(
@@ -101,6 +118,7 @@ class RewardPool:
     timeout_s: float,
     memory_bytes: int,
     has_network: bool,
+    retries: int,
   ):
     """Starts the workers and waits until all are ready.
 
@@ -112,6 +130,7 @@ class RewardPool:
       memory_bytes: most of the address space of each process; a reward that
         asks for more gets a MemoryError.
       has_network: whether rewards may use the network.
+      retries: how often one is tried again after an error, at most.
 
     Raises:
       CannotStart: says what a worker met.
@@ -134,7 +153,9 @@ class RewardPool:
     )
     self._has_network = has_network
     self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    self._waiting = collections.deque[tuple[Hashable, bytes]]()
+    self._retries = retries
+    self.num_replaced = 0
+    self._waiting = collections.deque[_Job]()
     self._pending: set[Hashable] = set()
     self._results: list[ScoreResult] = []
     self._workers: list[_Worker] = []
@@ -181,7 +202,8 @@ class RewardPool:
       raise ValueError(
         f"Job {job!r} is already pending; each needs its own name."
       )
-    self._waiting.append((job, pickle.dumps((prompt, completion))))
+    payload = pickle.dumps((prompt, completion))
+    self._waiting.append(_Job(name=job, payload=payload))
     self._pending.add(job)
     self._dispatch()
 
@@ -254,15 +276,16 @@ class RewardPool:
         return
       if not worker.is_ready or worker.job is not None:
         continue
-      job, payload = self._waiting[0]
+      job = self._waiting[0]
       try:
-        worker.channel.send_bytes(payload)
+        worker.channel.send_bytes(job.payload)
       except OSError:
         # It died while it had nothing to do; the job stays with us.
         self._replace(worker)
         continue
       self._waiting.popleft()
-      worker.job = (job,)
+      job.num_tries += 1
+      worker.job = job
       worker.deadline_s = time.monotonic() + self._timeout_s
 
   def _advance(self, *, until_s: float) -> None:
@@ -295,17 +318,37 @@ class RewardPool:
       self.network_held = message
     else:
       assert worker.job is not None
-      is_scored = kind == "scored"
-      self._results.append(
-        ScoreResult(
-          job=worker.job[0],
-          reward=value if is_scored else None,
-          components=components,
-          error=None if is_scored else message,
-        )
-      )
+      if kind == "scored":
+        self._finish(worker.job, value, components, None)
+      else:
+        self._fail(worker.job, message)
     worker.job = None
     worker.deadline_s = math.inf
+
+  def _fail(self, job: _Job, error: str) -> None:
+    """Puts a job back into the line, or gives it up after its last try."""
+    if job.num_tries <= self._retries:
+      # Behind all others: what hangs keeps no worker from them.
+      self._waiting.append(job)
+    else:
+      self._finish(job, None, {}, error)
+
+  def _finish(
+    self,
+    job: _Job,
+    reward: float | None,
+    components: dict[str, float],
+    error: str | None,
+  ) -> None:
+    self._results.append(
+      ScoreResult(
+        job=job.name,
+        reward=reward,
+        components=components,
+        error=error,
+        num_tries=job.num_tries,
+      )
+    )
 
   def _replace(self, worker: _Worker) -> None:
     """Kills a worker that is dead or overdue; its job becomes an error."""
@@ -325,10 +368,9 @@ class RewardPool:
         if is_overdue
         else f"worker died ({ending})"
       )
-      self._results.append(
-        ScoreResult(job=worker.job[0], reward=None, components={}, error=error)
-      )
+      self._fail(worker.job, error)
     logging.warning("Reward worker %d is replaced.", worker.process.pid)
+    self.num_replaced += 1
     self._workers[self._workers.index(worker)] = self._start()
 
 

@@ -6,6 +6,7 @@ are compared with the sender's.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,10 @@ import numpy as np
 
 # Moved together, so that a large model is never in flight whole.
 _BUCKET_BYTES = 256 * 2**20
+
+
+class Damaged(ValueError):
+  """What has arrived is not what was sent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,11 +180,11 @@ def checksums(params: Any) -> dict[str, int]:
   )
 
 
-def check_equal(sent: dict[str, int], received: dict[str, int]) -> None:
-  """Raises where the receiver's checksums are not the sender's."""
+def check_equal(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
+  """Raises Damaged where the receiver's checksums are not the sender's."""
   wrong = [name for name in sent if received.get(name) != sent[name]]
   if wrong or sent.keys() != received.keys():
-    raise ValueError(
+    raise Damaged(
       f"Weights arrived changed: the checksums of {wrong[:5]} differ "
       f"({len(wrong)} of {len(sent)} arrays)."
     )

@@ -9,12 +9,13 @@ one while a holder wants it there, and the last of all goes to host memory.
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+from absl import logging
 
-from dora_jax.weights import origins, reshard
+from dora_jax.weights import delivery, origins, reshard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ class WeightStore:
     self._newest: int | None = None
     self._newest_checksums: dict[str, int] = {}
     self._copied_from: collections.Counter[str] = collections.Counter()
+    self._num_retried = 0
 
   def publish(self, version: int, params: Any, *, holder: str) -> Publication:
     """Makes a version available; the caller's params stay his own.
@@ -198,8 +200,8 @@ class WeightStore:
     its devices must not be enqueued in different orders.
 
     Raises:
-      ValueError: the holder has not reserved the version, or the copy's
-        checksums are not those of the trainer's side.
+      ValueError: the holder has not reserved the version, or twice the copy's
+        checksums were not those of the trainer's side.
     """
     with self._lock:
       entry = self._entry(version)
@@ -209,15 +211,18 @@ class WeightStore:
       if mesh_id in entry.copies:
         return entry.copies[mesh_id]
       candidates = self._origins(entry)
-    shardings = self._shardings[mesh_id]
-    origin = origins.nearest(candidates, _devices(shardings))
-    params = reshard.reshard(origin.params, shardings)
-    reshard.check_equal(entry.publication.checksums, reshard.checksums(params))
+    made = delivery.deliver(
+      version,
+      candidates,
+      self._shardings[mesh_id],
+      checksums=entry.publication.checksums,
+    )
     with self._lock:
-      entry.copies[mesh_id] = params
-      self._copied_from[origin.kind] += 1
+      entry.copies[mesh_id] = made.params
+      self._copied_from[made.origin.kind] += 1
+      self._num_retried += made.num_failed
       self._drop_unwanted(entry)
-    return params
+    return made.params
 
   def release(self, version: int, *, holder: str) -> None:
     """Lets go of a version; frees what nobody holds any more.
@@ -241,6 +246,33 @@ class WeightStore:
       last = entry.copies[mesh_id]
     self._spill(entry, mesh_id, last)
 
+  def lose(self, mesh_id: int, holders: Collection[str]) -> list[int]:
+    """Lets go of a mesh that has failed, for all that hold versions there.
+
+    A copy that is a version's last is read to host memory, if it still can be.
+
+    Args:
+      mesh_id: whose copies nobody may take any more.
+      holders: all that were served there; they hold nothing from now on.
+
+    Returns:
+      Versions that others hold and that are gone, as there is no copy left.
+    """
+    lost = []
+    with self._lock:
+      for version, entry in list(self._versions.items()):
+        for holder in holders:
+          entry.holders.pop(holder, None)
+        copy = entry.copies.pop(mesh_id, None)
+        if not entry.holders:
+          del self._versions[version]
+        elif copy is not None and not entry.has_other_than(copy):
+          entry.host = _rescue(copy)
+          if entry.host is None:
+            del self._versions[version]
+            lost.append(version)
+    return lost
+
   def versions(self) -> list[int]:
     """The versions that live, oldest first."""
     with self._lock:
@@ -261,6 +293,12 @@ class WeightStore:
     """Copies placed so far, by the kind of copy that each was taken from."""
     with self._lock:
       return self._copied_from.copy()
+
+  @property
+  def num_retried(self) -> int:
+    """Copies that arrived only when they were sent again."""
+    with self._lock:
+      return self._num_retried
 
   def _entry(self, version: int) -> _Version:
     if version not in self._versions:
@@ -304,12 +342,16 @@ class WeightStore:
   def _origins(self, entry: _Version) -> list[origins.Origin]:
     found = [
       origins.Origin(
-        kind="peer", devices=_devices(self._shardings[mesh_id]), params=copy
+        kind="peer",
+        devices=delivery.devices_of(self._shardings[mesh_id]),
+        params=copy,
       )
       for mesh_id, copy in entry.copies.items()
     ]
     if entry.source is not None:
-      devices = _devices([x.sharding for x in jax.tree.leaves(entry.source)])
+      devices = delivery.devices_of(
+        [x.sharding for x in jax.tree.leaves(entry.source)]
+      )
       found.append(
         origins.Origin(kind="trainer", devices=devices, params=entry.source)
       )
@@ -320,6 +362,11 @@ class WeightStore:
     return found
 
 
-def _devices(shardings: Any) -> frozenset[origins.Device]:
-  sets = [sharding.device_set for sharding in jax.tree.leaves(shardings)]
-  return frozenset().union(*sets)
+def _rescue(copy: Any) -> Any:
+  """Reads params from devices that may have failed; None where they have."""
+  try:
+    return jax.tree.map(reshard.to_host, copy)
+  # What a dead device answers with; jax.errors.JaxRuntimeError is one.
+  except RuntimeError as error:
+    logging.warning("The last copy of a version cannot be read: %s", error)
+    return None

@@ -40,6 +40,7 @@ def resume(saved: Saved, rng) -> world_lib.World:
   if made._view.is_training:
     world.batches.pop()  # It will be asked for again.
   needed = set(made.ledger.num_generating) - {made.newest_version}
+  needed -= world.gone  # Nobody can have saved them.
   kept = {version for version in sorted(needed) if rng.random() < 0.5}
   world.freed |= set(range(made.newest_version)) - kept
   world.pending, world.paused = [], set()

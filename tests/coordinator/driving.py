@@ -93,7 +93,7 @@ def disturb(world: world_lib.World, rng) -> None:
   serving = sorted(world.serving)
   match rng.choice(("lose", "join", "pause", "resume", "tick", "report")):
     case "lose" if len(serving) > 1:
-      world.lose(rng.choice(serving))
+      world.lose(rng.choice(serving), takes_version=rng.random() < 0.5)
     case "join":
       generator_id = len(world.slots)
       world.slots[generator_id] = rng.randint(1, 4)

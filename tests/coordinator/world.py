@@ -94,6 +94,8 @@ class World:
     self.versions: dict[int, int] = {}
     self.done: set[tuple[int, int]] = set()
     self.freed: set[int] = set()
+    # Versions of which no copy is left.
+    self.gone: set[int] = set()
     self.dropped: dict[int, str] = {}
     self.batches: list[tuple[int, ...]] = []
     self.pending: list = []
@@ -152,8 +154,28 @@ class World:
       self.step(next(choices))
     raise AssertionError("the run does not end")
 
-  def lose(self, generator_id: int) -> None:
-    """A generator dies, with what it runs."""
+  def has_last_copy(self, generator_id: int) -> bool:
+    """Whether a version would be gone with this generator."""
+    version = self.serving[generator_id]
+    others = [g for g in self.serving if g != generator_id]
+    return (
+      version is not None
+      and version < self.coordinator.newest_version
+      and version not in self.freed
+      and not any(self.serving[g] == version for g in others)
+      and not any(
+        isinstance(thing, ev.Loaded) and thing.version == version
+        for thing in self.pending
+      )
+    )
+
+  def lose(self, generator_id: int, *, takes_version: bool = False) -> None:
+    """A generator dies, with what it runs and maybe with its version."""
+    if takes_version and self.has_last_copy(generator_id):
+      version = self.serving[generator_id]
+      assert version is not None
+      self.gone.add(version)
+      self.send(ev.VersionLost(version=version))
     self.paused.discard(generator_id)
     gone = {r for r, g in self.running.items() if g == generator_id}
     for request in gone:
@@ -284,6 +306,7 @@ class World:
         ]
         assert not residents or (command.carries_live and self.may_mix)
         assert command.version not in self.freed
+        assert command.version not in self.gone
         self.serving[command.generator_id] = None
         self.pending.append(
           ev.Loaded(generator_id=command.generator_id, version=command.version)
@@ -328,6 +351,7 @@ class World:
     # C1: one version for the whole group, that of the generator.
     assert self.serving[command.generator_id] == command.version
     assert command.version not in self.freed
+    assert self.may_mix or command.version not in self.gone
     version = self.versions.setdefault(command.group_id, command.version)
     assert self.may_mix or version == command.version
     self._overtake(command)

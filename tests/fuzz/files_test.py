@@ -184,7 +184,7 @@ def _metrics(lines: list[bytes]) -> str:
     path = pathlib.Path(name) / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines))
     try:
-      last = metrics._mend(path)
+      last = metrics.mend(path)
     except ValueError as error:
       assert name in str(error), error
       return "refused"

@@ -1,5 +1,6 @@
 """C2: none of a group's members is abandoned, and none is trained twice."""
 
+import collections
 import json
 
 import hypothesis
@@ -83,3 +84,19 @@ def test_a_reward_that_raises_is_counted_and_refilled_by_exactly_one(tmp_path):
   assert dropped > 0 and dropped % 4 == 0
   lines = (tmp_path / "trajectories/sampled.jsonl").read_text().splitlines()
   assert all(int(json.loads(line)["answer"]) % 2 == 0 for line in lines)
+  check_quarantine(tmp_path, dropped)
+
+
+def check_quarantine(workdir, dropped):
+  """Each member of a group that was dropped is there once, with its reason."""
+  text = (workdir / "quarantine.jsonl").read_text()
+  lines = [json.loads(line) for line in text.splitlines()]
+  members = collections.Counter((x["group_id"], x["member"]) for x in lines)
+  assert max(members.values()) == 1
+  # What was still to be scored at the end was not dropped for its reward.
+  assert len({group_id for group_id, _ in members}) >= dropped / 4
+  for line in lines:
+    assert int(line["answer"]) % 2 and line["purpose"] == "rollout"
+    assert line["error"] == f"ValueError: cannot judge {line['answer']}"
+    assert line["num_tries"] == 2 and line["completion"] is not None
+    assert line["prompt"].endswith("=")

@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from dora_jax.coordinator import events as ev
 from tests.coordinator import crashes, driving
 from tests.coordinator import world as world_lib
 from tests.invariants import no_deadlock_test
@@ -38,6 +39,54 @@ class _Twins:
     return getattr(self.first, name)
 
 
+def _check_under_way(world) -> None:
+  """What would be commanded again is what the world is busy with."""
+  made = world.coordinator
+  if made.schedule.drops_groups or made.ledger.num_regenerated:
+    with pytest.raises(
+      ValueError, match=r"had been given up or generated anew"
+    ):
+      made.under_way()
+    return
+  if made._placement.cancelling:
+    return
+  loading = {
+    view.generator_id for view in made.fleet if view.loading is not None
+  }
+  found: list = []
+  serving = {}
+  for command in made.under_way():
+    match command:
+      case ev.Submit():
+        began = {world.began[command.group_id, m] for m in command.members}
+        assert world.may_mix or began == {command.version}
+        found += [
+          world_lib.Finish(group_id=command.group_id, member=member)
+          for member in command.members
+        ]
+      case ev.Score():
+        found.append(("score", command.group_id, command.member))
+      case ev.Train():
+        assert command.group_ids == world.batches[-1]
+        found.append(ev.StepDone(version=command.step + 1))
+      case ev.Load() if command.generator_id in loading:
+        found.append(
+          ev.Loaded(generator_id=command.generator_id, version=command.version)
+        )
+      case ev.Load():
+        serving[command.generator_id] = command.version
+      case _:
+        found.append(command)
+  expected = [
+    ("score", thing.group_id, thing.member)
+    if isinstance(thing, ev.Scored | ev.ScoreFailed)
+    else thing
+    for thing in world.pending
+  ]
+  assert sorted(map(repr, found)) == sorted(map(repr, expected))
+  assert serving == {g: v for g, v in world.serving.items() if v is not None}
+
+
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
   no_deadlock_test.worlds(),
@@ -57,6 +106,8 @@ def test_a_restored_coordinator_decides_as_the_first_would(
       driving.disturb(world, rng)
     if rng.random() < 0.1:
       twins.part()
+      if not fault_rate:
+        _check_under_way(world)
     if world.stop is None:
       world.step(driving.choose(world, rng, pace))
   first, second = twins.first.snapshot(), twins.second.snapshot()

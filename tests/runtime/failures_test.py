@@ -59,7 +59,7 @@ def test_weights_that_are_not_the_trainers_stop_the_run(tmp_path, wrong):
     start_s = time.monotonic()
     with pytest.raises(
       local.PartFailed,
-      match=r"generator mesh \d failed: .* serves version 0, but .*"
+      match=r"generator mesh \d failed .*serves version 0, but .*"
       "config.runtime.canary_tolerance = 0.01",
     ) as caught:
       made.runtime.run()
@@ -82,11 +82,14 @@ def test_a_trainer_that_fails_stops_the_run_and_names_its_field(tmp_path):
   config = tiny.config(trainer__row_length=6, evaluation__num_prompts=0)
   with pytest.raises(
     local.PartFailed,
-    match=r"^trainer failed: ValueError: .*raise config.trainer.row_length",
+    match=r"^trainer failed \(step 0\): ValueError: .*raise "
+    "config.trainer.row_length",
   ):
     main.run(config, tmp_path, command="test")
-  # What was written before stays valid.
+  # What was written before stays valid, and what is good is saved.
   json.loads((tmp_path / "trace.json").read_text())
+  assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+  assert (tmp_path / "checkpoints" / "0").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,15 @@ def run_and_keep(
   follow: pathlib.Path | None = None,
   completion_limit: executing.CompletionLimit | None = None,
 ) -> Ran:
-  """Runs a config as `main.run` does, without checkpoints."""
+  """Runs a config as `main.run` does, but saves on the way only."""
   config_lib.validate(made, num_devices=len(jax.devices()))
   with build.build(
     made, workdir, follow=follow, completion_limit=completion_limit
   ) as built:
-    built.trainer_part.publish()
+    if built.saver.found is not None:
+      built.runtime.resume()
+    else:
+      built.trainer_part.publish()
     reason = built.runtime.run()
     broken = built.results.summarise(extra={}, command="test")
     params = jax.device_get(built.trainer.params())

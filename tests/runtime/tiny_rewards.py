@@ -1,5 +1,7 @@
 """Rewards of the runtime's tests; loaded by name in the reward processes."""
 
+import threading
+
 
 def digits(prompt, completion: str) -> float:
   """Pays for digits, so that every group has a spread of rewards."""
@@ -17,3 +19,10 @@ def picky(prompt, completion: str) -> float:
 def never_solved(prompt, completion: str):
   """Pays too little for a solved prompt, and says what is digits."""
   return {"reward": 0.25, "digits": digits(prompt, completion)}
+
+
+def hangs_for_some(prompt, completion: str) -> float:
+  """Never answers for some of the prompts."""
+  if int(prompt.answer) % 7 == 0:
+    threading.Event().wait()
+  return digits(prompt, completion)

@@ -1,5 +1,6 @@
 """A step whose weights do not reach the generators is not passed over."""
 
+import itertools
 import json
 from typing import Any
 
@@ -28,10 +29,40 @@ def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
     made.trainer_part.publish()
     with pytest.raises(
       local.PartFailed,
-      match=r"trainer failed: .*Version 1 .* 0 of 11 arrays changed, after a "
-      r"step of gradient norm [\d.]+ at config.trainer.lr 0.01: what is",
+      match=r"trainer failed \(publishing version 1\): .*Version 1 .* 0 of 11 "
+      r"arrays changed, after a step of gradient norm [\d.]+ at "
+      r"config.trainer.lr 0.01: what is",
     ):
       made.runtime.run()
+    # The step was made, and is kept; in the middle of one nothing is.
+    assert made.trainer_part.usable_version() == 1
+    assert "version 1 is the last" in made.runtime.save_last_good()
+    jax.tree.leaves(trainer.state())[0].delete()
+    assert made.trainer_part.usable_version() is None
+    assert "middle of a step" in made.runtime.save_last_good()
+  assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_publish_that_fails_is_tried_once_more(tmp_path):
+  with build.build(_config(), tmp_path) as made:
+    made.trainer_part.publish()
+    store = made.trainer_part._store
+    convert = store._convert
+    fails = itertools.chain([True, False], itertools.repeat(True))
+
+    def fail(params):
+      if next(fails):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the link is down")
+      return convert(params)
+
+    store._convert = fail
+    made.trainer.version = 1
+    assert made.trainer_part.publish().version == 1
+    made.trainer.version = 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the link is down"):
+      made.trainer_part.publish()
+    # Those before are served as they were.
+    assert store.versions() == [0, 1]
 
 
 def test_steps_that_are_rounded_off_are_counted(tmp_path):

@@ -1,6 +1,7 @@
 """Rewards that misbehave, found by the pool's workers by import path."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -39,3 +40,12 @@ def behave(prompt, completion, *, how="one"):
     "length": len(prompt.tokens),
   }
   return values[completion]
+
+
+def wait_for_second_try(prompt, completion, *, folder):
+  """Fails as the completion says, but only the first time."""
+  path = pathlib.Path(folder) / completion.replace(" ", "_")
+  if path.exists() and "twice" not in completion:
+    return 1.0
+  path.touch()
+  return behave(prompt, completion)

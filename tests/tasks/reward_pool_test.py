@@ -28,6 +28,7 @@ def make_pool(
   timeout_s=30.0,
   memory_bytes=2 << 30,
   has_network=False,
+  retries=0,
   **reward_kwargs,
 ):
   return reward_pool.RewardPool(
@@ -37,6 +38,7 @@ def make_pool(
     timeout_s=timeout_s,
     memory_bytes=memory_bytes,
     has_network=has_network,
+    retries=retries,
   )
 
 
@@ -146,7 +148,7 @@ def test_worker_ends_with_its_parent():
     "from dora_jax import types\n"
     "from dora_jax.tasks import reward_pool\n"
     "pool = reward_pool.RewardPool(reward='exact_match', reward_kwargs={},"
-    " num_workers=1, timeout_s=30.0, memory_bytes=2 << 30,"
+    " num_workers=1, timeout_s=30.0, retries=0, memory_bytes=2 << 30,"
     " has_network=False)\n"
     "print(pool._workers[0].process.pid, flush=True)\n"
     "os._exit(0)\n"
@@ -196,3 +198,33 @@ def test_math_verify_works_in_the_pool():
   assert results["no idea"].reward == 0.0
   assert results["no idea"].components == {"parsed": 0.0}
   assert "is no mathematics" in results["answerless"].error
+
+
+def test_what_failed_is_tried_again_and_given_up_after_the_last_try(tmp_path):
+  reward = "odd_rewards:wait_for_second_try"
+  with make_pool(
+    reward, num_workers=1, retries=1, folder=str(tmp_path)
+  ) as pool:
+    for kind in ("raise", "die", "nan", "raise twice"):
+      pool.submit(kind, make_prompt(), kind)
+    results = drain(pool)
+    assert pool.num_replaced == 1
+  assert {result.num_tries for result in results.values()} == {2}
+  failed = results.pop("raise twice")
+  assert {result.reward for result in results.values()} == {1.0}
+  assert failed.reward is None and "KeyError: 'raise twice'" in failed.error
+
+
+@pytest.mark.slow
+def test_the_pool_is_as_large_after_many_timeouts_as_before():
+  before = children()
+  with make_pool(timeout_s=0.02, retries=1) as pool:
+    for job in range(100):
+      pool.submit(
+        job, make_prompt(), "hang with a child" if job % 5 else "hang"
+      )
+    results = drain(pool)
+    assert len(children() - before) == 2
+    assert pool.num_replaced == 200
+  assert all("timed out" in result.error for result in results.values())
+  assert children() == before

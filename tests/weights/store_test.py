@@ -191,3 +191,65 @@ def test_threads_that_come_and_go_never_lose_a_held_version():
   for version in versions:
     store.release(version, holder="coordinator")
   assert store.host_bytes == 0 and store.versions() == [2]
+
+
+def test_a_mesh_that_is_lost_leaves_its_versions_on_the_host():
+  store = make_store(2)
+  for version in range(3):
+    store.publish(version, params_of(version), holder="coordinator")
+    serve(store, version, 0)
+    if version == 1:
+      serve(store, version, 1)
+  store.reserve(0, holder="lane", mesh_id=0)
+  store.reserve(2, holder="lane", mesh_id=0)
+  # Version 1 is on mesh 1 too, and of version 2 the trainer has a copy.
+  assert store.lose(0, ["generator 0", "lane"]) == []
+  assert store.versions() == [0, 1, 2]
+  assert store.host_bytes == _NUM_BYTES
+  check_is(serve(store, 0, 1), 0, 1)
+  assert store.copied_from["host"] == 1
+  for version in range(3):
+    store.release(version, holder="coordinator")
+  assert store.versions() == [0, 1]
+  for version in range(2):
+    store.release(version, holder="generator 1")
+  assert store.versions() == [] and store.host_bytes == 0
+
+
+def test_a_version_whose_last_copy_cannot_be_read_is_lost():
+  store = make_store(2)
+  store.publish(0, params_of(0), holder="coordinator")
+  params = serve(store, 0, 0)
+  store.publish(1, params_of(1), holder="coordinator")
+  for leaf in jax.tree.leaves(params):
+    leaf.delete()
+  assert store.lose(0, ["generator 0"]) == [0]
+  assert store.versions() == [1]
+
+
+def test_what_arrives_damaged_is_sent_again_from_another_copy():
+  store = make_store(3)
+  store.publish(0, params_of(0), holder="coordinator")
+  serve(store, 0, 0)
+  spoil(store._versions[0].copies[0])
+  # The peer is asked first, and has other bits by now.
+  check_is(serve(store, 0, 1), 0, 1)
+  assert store.num_retried == 1
+  assert store.copied_from == {"trainer": 2}
+
+
+def test_what_arrives_damaged_twice_is_refused_and_serves_nobody():
+  store = make_store(2)
+  store.publish(0, params_of(0), holder="coordinator")
+  serve(store, 0, 0)
+  store.publish(1, params_of(1), holder="coordinator")
+  spoil(store._versions[1].source)
+  with pytest.raises(reshard.Damaged, match=r"checksums of \[\"\['a2'\]\"\]"):
+    serve(store, 1, 1)
+  # What was served before still is, and can be had.
+  check_is(serve(store, 0, 1), 0, 1)
+
+
+def spoil(params):
+  """Replaces an array by one that differs from it in one place."""
+  params["a2"] = params["a2"].at[0, 0].set(-1.0)
