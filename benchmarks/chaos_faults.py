@@ -64,7 +64,8 @@ def prepare(kind: str, rng: random.Random) -> None:
     _, ceiling = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, ceiling))
   elif what in _SITES:
-    most = 60 if what == "generator" else 8
+    # Moves are few, and chunks many.
+    most = {"generator": 60, "move": 2}.get(what, 8)
     _patch(what, rng.randrange(1, most), kills=how == "kill", rng=rng)
 
 

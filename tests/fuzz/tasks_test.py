@@ -71,7 +71,7 @@ def _read(lines: list[bytes]) -> str:
       assert len(str(error)) < 1000 and str(error).isprintable(), error
       return "refused"
   for example in examples:
-    assert (example.question + example.answer).encode()
+    assert isinstance((example.question + example.answer).encode(), bytes)
   kept = [line for line in b"\n".join(lines).split(b"\n") if line.strip()]
   assert len(examples) == len(kept)
   for example, line in zip(examples, kept, strict=True):
