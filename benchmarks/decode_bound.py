@@ -21,7 +21,7 @@ from dora_jax import types
 from dora_jax.generator import engine as engine_lib
 from dora_jax.generator import pages
 from dora_jax.generator.attention import choice
-from dora_jax.model import transformer
+from dora_jax.model import layer_list, transformer
 
 _PAGE_SIZE = 64
 _CHUNK_STEPS = 16
@@ -99,6 +99,8 @@ def _matmuls(
 ) -> Callable[[], float]:
   """Times the matmuls of a decode step."""
 
+  layers = layer_list.unstack(params)["blocks"]
+
   def layer(hidden_BD, block):
     query_BKGH = jnp.einsum("BD,DKGH->BKGH", hidden_BD, block["query"])
     key_BKH = jnp.einsum("BD,DKH->BKH", hidden_BD, block["key"])
@@ -108,10 +110,11 @@ def _matmuls(
     out_BD += key_BKH.sum() + value_BKH.sum()
     gate_BF = jnp.einsum("BD,DF->BF", out_BD, block["gate"])
     up_BF = jnp.einsum("BD,DF->BF", out_BD, block["up"])
-    return jnp.einsum("BF,FD->BD", gate_BF * up_BF, block["down"]), None
+    return jnp.einsum("BF,FD->BD", gate_BF * up_BF, block["down"])
 
   def step(_, hidden_BD):
-    hidden_BD, _ = jax.lax.scan(layer, hidden_BD, params["blocks"])
+    for block in layers:
+      hidden_BD = layer(hidden_BD, block)
     logits_BV = transformer.unembed(params, config, hidden_BD)
     return hidden_BD * 1e-3 + logits_BV.mean()
 
@@ -197,7 +200,9 @@ def _decode_step(
     state[:] = engine.insert(state[0], state[1], entries)
     jax.block_until_ready(state)
     start_s = time.perf_counter()
-    state[0], state[1], chunk = engine.decode(served, state[0], state[1])
+    state[0], state[1], chunk = engine.decode(
+      served, state[0], state[1], enough_ended=num_slots
+    )
     jax.block_until_ready(chunk)
     return (time.perf_counter() - start_s) / _CHUNK_STEPS
 

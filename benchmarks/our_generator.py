@@ -63,22 +63,28 @@ class OurGenerator:
     where = NamedSharding(mesh, PartitionSpec())
     self._worker.lanes[0].load(0, jax.device_put(params, where))
 
-  def generate(self, lengths: Sequence[int]) -> float:
-    """Continues as many prompts, each to its length; returns seconds."""
+  def generate(self, lengths: Sequence[int], *, group_size: int = 1) -> float:
+    """Makes completions of these lengths; returns seconds.
+
+    Args:
+      lengths: of the completions.
+      group_size: so many in a row continue one prompt.
+    """
     requests = []
-    for length in lengths:
+    for first in range(0, len(lengths), group_size):
       prompt = self._rng.integers(
-        0, self._config.vocab_size, self._prompt_tokens
+        0, self._config.vocab_size, self._prompt_tokens, np.int32
       )
-      requests.append(
+      requests += [
         types.Request(
           group_id=self._num_groups,
-          member=0,
+          member=member,
           version=0,
-          prompt=prompt.astype(np.int32),
+          prompt=prompt,
           max_new_tokens=length,
         )
-      )
+        for member, length in enumerate(lengths[first : first + group_size])
+      ]
       self._num_groups += 1
     lane = self._worker.lanes[0]
     start_s = time.perf_counter()

@@ -181,6 +181,11 @@ def _coordinator() -> config_dict.ConfigDict:
   # groups dropped in a row the run ends.
   coordinator.filter_groups = False
   coordinator.filter_patience = 20
+  # Trained groups that a step takes again, for each new one; the batch grows by
+  # them. They too are max_staleness versions old at most, and no group is in
+  # more than max_uses steps.
+  coordinator.reuse_ratio = 0.0
+  coordinator.max_uses = 2
   # Algorithm 1, which shares generators out among versions; dora alone uses it.
   coordinator.repartition = True  # False: a generator changes only when empty
   coordinator.moves = True  # carry live requests away from one that changes
@@ -193,14 +198,24 @@ def _coordinator() -> config_dict.ConfigDict:
 
 def _trainer() -> config_dict.ConfigDict:
   trainer = config_dict.ConfigDict()
+  trainer.optimizer = "adamw"  # | "muon" | "adafactor"
   trainer.lr = 1e-4  # at its highest
   trainer.warmup_steps = 0  # updates from lr 0 to lr
-  trainer.schedule = "constant"  # of lr after warm-up; or "cosine", to 0
-  trainer.b1 = 0.9  # AdamW
+  # Of lr after warm-up; "linear" and "cosine" fall to 0.
+  trainer.schedule = "constant"
+  trainer.b1 = 0.9  # AdamW, and what muon leaves to it
   trainer.b2 = 0.999
   trainer.eps = 1e-8
+  trainer.momentum = 0.95  # muon, of the layers' matrices
   trainer.weight_decay = 0.0
   trainer.clip_norm = 1.0  # of the whole gradient
+  # Of a running average of the params, for dora_jax.export; 0 keeps none.
+  trainer.ema_decay = 0.0
+  # Adapters of this rank are trained, not the params; 0 trains the params.
+  trainer.lora_rank = 0
+  trainer.lora_alpha = 16.0  # over the rank: how much they count
+  # Of "query", "key", "value", "output", "gate", "up", "down".
+  trainer.lora_targets = ("query", "key", "value", "output")
   # "reinforce" | "ppo_clip" | "dual_clip" (LongCat's triplet clip) | "gspo" |
   # "cispo" | "aipo" | "vtrace" | "dppo_tv"; formulas in trainer/losses.py
   trainer.loss = "ppo_clip"
@@ -228,8 +243,15 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.entropy_coefficient = 0.0  # of the bonus, a nat
   trainer.recompute_logprobs = False  # keeps max_staleness + 1 copies of params
   # "grpo" | "dr_grpo" | "rloo" | "pass_at_k" | "reinforce_pp" |
-  # "reinforce_pp_baseline"; formulas in trainer/advantages.py
+  # "reinforce_pp_baseline"; formulas in trainer/advantages.py. Or of tokens, by
+  # a critic as large as the policy: "gae" | "vtrace"; in trainer/returns.py.
   trainer.advantage = "grpo"
+  trainer.critic_lr = 1e-4
+  trainer.critic_updates = 1  # in each step
+  trainer.discount = 1.0  # a token
+  trainer.trace_decay = 0.95  # gae: lambda
+  # How far a value may go in the updates of a step after the first.
+  trainer.value_clip = 0.2
   trainer.pass_k = 4  # pass_at_k: members of which one must be right
   trainer.advantage_per_version = (
     False  # reinforce_pp: normalize versions apart
@@ -241,6 +263,8 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.mask_truncated = False  # no loss on completions cut at their longest
   trainer.row_length = 64  # tokens of a packed row
   trainer.rows_per_batch = 8  # rows of a micro-batch, over all devices
+  # "auto" is by the device, and logged; or "xla" | "tpu" | "gpu"
+  trainer.attention = "auto"
   trainer.remat = False  # recompute layers in the backward pass
   trainer.logprob_chunk = 1024  # tokens projected on the vocabulary at once
   return trainer

@@ -83,16 +83,17 @@ class Checkpoints:
     """
     self.wait()
     self._check_room(step, [state, trees])
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        **{
-          _STATE: ocp.args.StandardSave(state),
-          _EXTRAS: ocp.args.JsonSave(dict(extras)),
-          **{n: ocp.args.StandardSave(tree) for n, tree in trees.items()},
-        }
-      ),
-    )
+    items = {
+      _STATE: ocp.args.StandardSave(state),
+      _EXTRAS: ocp.args.JsonSave(dict(extras)),
+      **{name: ocp.args.StandardSave(tree) for name, tree in trees.items()},
+    }
+    try:
+      self._manager.save(step, args=ocp.args.Composite(**items))
+    # Whatever a file system, the library that writes to it, or a device from
+    # which arrays are read may raise.
+    except Exception as error:
+      raise self._failed(step, error) from error
     self._being_saved = step
 
   def restore(
@@ -121,14 +122,8 @@ class Checkpoints:
     step, self._being_saved = self._being_saved, None
     try:
       self._manager.wait_until_finished()
-    # Whatever a file system, or the library that writes to it, may raise.
-    except Exception as error:
-      self._reopen()
-      raise SaveFailed(
-        f"The checkpoint of step {step} could not be written: "
-        f"{str(error)[:300]} … Complete in {self._folder}: steps "
-        f"{complete_steps(self._folder)}."
-      ) from error
+    except Exception as error:  # As above.
+      raise self._failed(step, error) from error
     self._empty_trash()
 
   def close(self) -> None:
@@ -148,9 +143,14 @@ class Checkpoints:
   def _open(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(self._folder, options=self._options)
 
-  def _reopen(self) -> None:
+  def _failed(self, step: int | None, error: Exception) -> SaveFailed:
     """Begins anew after a failure, of which the manager keeps a part."""
     self._manager = self._open()
+    return SaveFailed(
+      f"The checkpoint of step {step} could not be written: "
+      f"{str(error)[:300]} … Complete in {self._folder}: steps "
+      f"{complete_steps(self._folder)}."
+    )
 
   def _check_room(self, step: int, trees: Any) -> None:
     """Raises SaveFailed where the arrays are more than the disk has room for.

@@ -30,19 +30,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "generator.dtype": ("float32", "bfloat16"),
   "generator.weights_dtype": ("same", "int8"),
   "generator.kv_dtype": ("same", "int8"),
-  "trainer.schedule": ("constant", "cosine"),
+  "trainer.attention": ("auto", "xla", "tpu", "gpu"),
+  "trainer.optimizer": ("adamw", "muon", "adafactor"),
+  "trainer.schedule": ("constant", "linear", "cosine"),
 }
 # One name a line would take a page.
 # fmt: off
 # By the least value with which something could run.
 _FROM_ZERO = (
-  "seed", "task.seed",
+  "seed", "task.seed", "trainer.b1", "trainer.b2",
   "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
+  "coordinator.reuse_ratio",
   "generator.top_k", "generator.repeated_tokens",
-  "trainer.warmup_steps", "trainer.weight_decay",
-  "trainer.weight_floor", "trainer.sequence_floor",
+  "trainer.lora_rank", "trainer.warmup_steps", "trainer.momentum",
+  "trainer.ema_decay", "trainer.weight_decay",
+  "trainer.weight_floor", "trainer.sequence_floor", "trainer.trace_decay",
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
   "evaluation.num_prompts", "checkpoint.every_steps",
@@ -56,8 +60,9 @@ _FROM_ONE = (
   "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
   "coordinator.oversample", "coordinator.filter_patience",
+  "coordinator.max_uses",
   "trainer.row_length", "trainer.rows_per_batch", "trainer.logprob_chunk",
-  "trainer.pass_k", "trainer.overlong_buffer",
+  "trainer.pass_k", "trainer.overlong_buffer", "trainer.critic_updates",
   "evaluation.samples_per_prompt", "checkpoint.max_to_keep",
 )
 # Used where the shape is not a checkpoint's.
@@ -65,12 +70,17 @@ _SHAPE_FROM_ONE = (
   "model.width", "model.mlp_width", "model.num_layers", "model.num_heads",
   "model.num_kv_heads", "model.head_width",
 )
+_BELOW_ONE = (
+  "trainer.b1", "trainer.b2", "trainer.momentum", "trainer.ema_decay",
+)
+_AT_MOST_ONE = ("trainer.discount", "trainer.trace_decay")
 _ABOVE_ZERO = (
   "task.reward_timeout_s", "task.reward_memory_gib", "cold_start.lr",
   "generator.temperature", "coordinator.kv_pressure",
-  "model.rope_theta", "model.norm_eps", "trainer.lr", "trainer.eps",
-  "trainer.clip_norm", "trainer.clip_low", "trainer.clip_high",
-  "trainer.clip_loss", "trainer.divergence",
+  "model.rope_theta", "model.norm_eps",
+  "trainer.lr", "trainer.lora_alpha", "trainer.critic_lr", "trainer.discount",
+  "trainer.value_clip", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
+  "trainer.clip_high", "trainer.clip_loss", "trainer.divergence",
   "trainer.weight_cap", "trainer.sequence_cap", "runtime.stall_s",
   "runtime.canary_tolerance",
 )
@@ -207,11 +217,14 @@ def _check_values(config: Config) -> None:
     # Said so that NaN fails too.
     if not _get(config, field) > 0:
       raise _wrong(config, field, "above 0")
+  for field in _BELOW_ONE:
+    if not _get(config, field) < 1:
+      raise _wrong(config, field, "below 1")
+  for field in _AT_MOST_ONE:
+    if not _get(config, field) <= 1:
+      raise _wrong(config, field, "at most 1")
   rollout_groups(config)
   chunks_ahead(config)
-  for field in ("trainer.b1", "trainer.b2"):
-    if not 0 <= _get(config, field) < 1:
-      raise _wrong(config, field, "from 0 to below 1")
   for field in sorted(_field_names(config)):
     _check_number(config, field)
 

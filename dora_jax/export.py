@@ -3,9 +3,11 @@
   python -m dora_jax.export --workdir=DIR --step=N --out=HF_DIR
 
 `transformers` loads the folder. Where the run began from one, its tokenizer and
-generation settings go along.
+generation settings go along. With --averaged it gets the running average of the
+params that config.trainer.ema_decay keeps.
 """
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -19,7 +21,8 @@ from ml_collections import config_dict
 from dora_jax import checkpoint
 from dora_jax.model import huggingface, transformer
 from dora_jax.runtime import pieces
-from dora_jax.trainer import train_state
+from dora_jax.trainer import gradients, train_state
+from dora_jax.trainer import trained as trained_lib
 
 
 def restore(
@@ -38,12 +41,17 @@ def restore(
   return checkpoint.read_state(
     workdir / "checkpoints",
     step,
-    _abstract_state(shape, pieces.make_optimizer(config)),
+    _abstract_state(config, shape),
   )
 
 
 def export(
-  workdir: pathlib.Path, out: pathlib.Path, *, step: int | None, dtype: str
+  workdir: pathlib.Path,
+  out: pathlib.Path,
+  *,
+  step: int | None,
+  dtype: str,
+  averaged: bool,
 ) -> None:
   """Writes a version as a Hugging Face folder.
 
@@ -52,11 +60,26 @@ def export(
     out: made where it is missing.
     step: the version; None takes the newest.
     dtype: of the tensors, by torch's name.
+    averaged: whether the running average is written, not the params.
+
+  Raises:
+    FileNotFoundError: the workdir has no such checkpoint.
+    ValueError: the run kept no average.
   """
   config, shape = _read(workdir)
+  state = restore(workdir, step=step)
+  found = state.average if averaged else state.params
+  if found is None:
+    raise ValueError(
+      "The run kept no average of its params: config.trainer.ema_decay was "
+      f"{config.trainer.ema_decay} but must be above 0 for --averaged."
+    )
+  whole = gradients.make_whole(
+    pieces.make_trained(config, shape), _one_device()
+  )
   huggingface.save_params(
     out,
-    restore(workdir, step=step).params,
+    whole(found, state.frozen),
     shape,
     torch_dtype=dtype,
     source_folder=config.model.folder or None,
@@ -71,22 +94,33 @@ def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
   return config, pieces.make_model_config(config, pieces.make_tokenizer(config))
 
 
-def _abstract_state(
-  shape: transformer.ModelConfig, settings: train_state.OptimizerSettings
-) -> train_state.TrainState:
-  """What a checkpoint holds, to be restored onto one device."""
-  mesh = jax.sharding.Mesh(
+def _one_device() -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(
     np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
   )
-  params = transformer.abstract_params(shape, dtype=jnp.float32)
-  create = train_state.make_create(shape, mesh, settings)
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
-    ),
-    jax.eval_shape(create, params),
-    train_state.state_shardings(shape, mesh, settings),
+
+
+def _abstract_state(
+  config: Any, shape: transformer.ModelConfig
+) -> train_state.TrainState:
+  """What a checkpoint holds, to be restored onto one device."""
+  mesh, trained = _one_device(), pieces.make_trained(config, shape)
+  critic, frozen = pieces.make_critic(config), None
+  of_critic = critic and train_state.abstract_state(
+    trained_lib.Critic(shape), mesh, critic.optimizer
   )
+  if trained.base is not None:
+    dtype = jnp.dtype(config.model.compute_dtype)
+    frozen = jax.tree.map(
+      lambda x, sharding: jax.ShapeDtypeStruct(
+        x.shape, dtype, sharding=sharding
+      ),
+      *train_state.param_layout(trained.base, mesh),
+    )
+  made = train_state.abstract_state(
+    trained, mesh, pieces.make_optimizer(config)
+  )
+  return dataclasses.replace(made, critic=of_critic, frozen=frozen)
 
 
 def main(argv: list[str]) -> None:
@@ -96,7 +130,13 @@ def main(argv: list[str]) -> None:
   if not given["verbosity"].present:
     logging.set_verbosity(logging.WARNING)
   out = pathlib.Path(given.out)
-  export(pathlib.Path(given.workdir), out, step=given.step, dtype=given.dtype)
+  export(
+    pathlib.Path(given.workdir),
+    out,
+    step=given.step,
+    dtype=given.dtype,
+    averaged=given.averaged,
+  )
   print(f"written to {out}")
 
 
@@ -108,6 +148,7 @@ def define_flags() -> None:
   flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the tensors."
   )
+  flags.DEFINE_bool("averaged", False, "Write the running average.")
 
 
 if __name__ == "__main__":

@@ -177,6 +177,8 @@ def main(argv: list[str]) -> int:
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    pieces.make_adapters(config)
+    pieces.make_reuse(config)
     found = resuming.find(config, workdir)
     if follow:
       following.open_record(

@@ -176,7 +176,8 @@ class PackedBatch:
     positions: position of the token in its own sequence, from 0.
     segment_ids: 1, 2, … for the sequences of a row; 0 is padding.
     loss_mask: 1.0 where the policy sampled the token, else 0.0.
-    advantages: advantage of the token's trajectory; 0.0 where not sampled.
+    advantages: of the token, without a critic that of its trajectory; 0.0 where
+      not sampled.
     behavior_logprobs: in nats; 0.0 where not sampled.
     lags: version being trained minus the one that sampled the token; 0 where
       not sampled.

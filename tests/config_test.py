@@ -87,6 +87,8 @@ _WRONG = [
   ),
   ({"generator__repetitions": 1}, ["repetitions is 1", "at least 2"]),
   ({"trainer__lr": float("nan")}, ["lr is nan", "above 0"]),
+  ({"trainer__ema_decay": 1.0}, ["ema_decay is 1.0", "below 1"]),
+  ({"trainer__trace_decay": 1.5}, ["trace_decay is 1.5", "at most 1"]),
   ({"evaluation__num_prompts": 4}, ["num_prompts is 4", "num_heldout, 0"]),
   (
     {"evaluation__samples_per_prompt": 4},

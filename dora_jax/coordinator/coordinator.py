@@ -6,6 +6,7 @@ the versions, members of started groups get slots, generators change version,
 new groups start, and versions that nothing needs are freed.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from dora_jax.coordinator import (
 from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import fleet as fleet_lib
 from dora_jax.coordinator import ledger as ledger_lib
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base
 
 
@@ -44,6 +46,7 @@ class Coordinator:
     prompts_per_batch: int,
     num_steps: int,
     max_filtered: int | None = None,
+    reuse: reuse_lib.Settings = reuse_lib.NOTHING,
   ):
     """Starts at version 0 with no generator.
 
@@ -55,6 +58,7 @@ class Coordinator:
       num_steps: steps to make before the run ends.
       max_filtered: drops groups that all or none of their members solve, and
         ends the run after so many in a row; None keeps them.
+      reuse: how much of what is trained steps take again.
     """
     self.schedule = schedule
     self.ledger = ledger_lib.Ledger(
@@ -72,7 +76,7 @@ class Coordinator:
     self._num_wanted = num_steps * prompts_per_batch
     self._num_steps = num_steps
     self._num_groups: int | None = None
-    self._stepping = stepping.Stepping(schedule, self._view)
+    self._stepping = stepping.Stepping(schedule, self._view, reuse)
     self._surrender = surrender.Surrender(self._view, self._placement)
     self._serving = serving.Serving(
       schedule=schedule,
@@ -106,6 +110,11 @@ class Coordinator:
   def trainer_wait_s(self) -> dict[str, float]:
     """Cause -> seconds in which the trainer stood idle; see `stepping`."""
     return self._stepping.wait_s
+
+  @property
+  def reused_lag_counts(self) -> collections.Counter[int]:
+    """Lag in versions -> groups that steps have taken again."""
+    return self._stepping.reuse.lag_counts
 
   def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
     """Takes one event and returns the commands that follow from it.

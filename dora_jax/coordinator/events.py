@@ -274,10 +274,20 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-  """Make step `step`, from version `step` to `step` + 1, on these groups."""
+  """Make step `step`, from version `step` to `step` + 1, on these groups.
+
+  Attributes:
+    step: which.
+    group_ids: that no step has trained on.
+    reused_ids: that steps have trained on before; see reuse.py.
+    kept_ids: trained groups, those of this step included, that a later step may
+      reuse; all others can be forgotten.
+  """
 
   step: int
   group_ids: tuple[int, ...]
+  reused_ids: tuple[int, ...] = ()
+  kept_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -208,6 +208,10 @@ class Ledger:
     """Whether a group may be trained, and is not yet in a batch."""
     return group_id in self._closed and group_id not in self.in_batch
 
+  def untrained(self) -> set[int]:
+    """Groups that are open, ready or in batch."""
+    return {*self.open, *self._closed}
+
   def num_dropped(self) -> int:
     """Groups dropped, for whatever reason."""
     return self._num_dropped

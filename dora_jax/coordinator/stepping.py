@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base
 
 
@@ -13,15 +14,26 @@ class Stepping:
   Attributes:
     wait_s: seconds in which the trainer stood idle, by cause: "data", or
       "straggler" where R1 alone held back a batch that was there.
+    reuse: what steps take again.
   """
 
-  def __init__(self, schedule: base.Schedule, view: base.View):
+  def __init__(
+    self,
+    schedule: base.Schedule,
+    view: base.View,
+    reuse: reuse_lib.Settings,
+  ):
+    """Starts before the first step."""
+    self.reuse = reuse_lib.Reuse(reuse, max_staleness=schedule.max_staleness)
     self._schedule = schedule
     self._view = view
     self._idle_since_s: float | None = None
     self._held_since_s: float | None = None
     self._step_started_s = 0.0
     self._step_s = 0.0
+    # Of the step that was started last.
+    self._reused_ids: tuple[int, ...] = ()
+    self._kept_ids: tuple[int, ...] = ()
     self.wait_s = {"data": 0.0, "straggler": 0.0}
 
   def state(self) -> dict[str, Any]:
@@ -32,6 +44,9 @@ class Stepping:
       "step_started_s": self._step_started_s,
       "step_s": self._step_s,
       "wait_s": dict(self.wait_s),
+      "reused_ids": list(self._reused_ids),
+      "kept_ids": list(self._kept_ids),
+      "reuse": self.reuse.state(),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -41,14 +56,16 @@ class Stepping:
     self._step_started_s = state["step_started_s"]
     self._step_s = state["step_s"]
     self.wait_s = dict(state["wait_s"])
+    self._reused_ids = tuple(state["reused_ids"])
+    self._kept_ids = tuple(state["kept_ids"])
+    self.reuse.restore(state["reuse"])
 
   def resume(self) -> list[ev.Command]:
     """Asks again for the step that was under way, if one was."""
     view = self._view
     if not view.is_training:
       return []
-    group_ids = tuple(view.ledger.in_batch)
-    return [ev.Train(step=view.newest_version, group_ids=group_ids)]
+    return [self._train()]
 
   def note_time(self, now_s: float) -> None:
     """Notes when the trainer's first wait began."""
@@ -76,7 +93,19 @@ class Stepping:
     self._schedule.step_started(
       view, waited_s=now_s - idle_since_s, step_s=self._step_s
     )
-    return ev.Train(step=step, group_ids=tuple(group_ids))
+    self._reused_ids = self.reuse.take(step)
+    self.reuse.remember(ledger.in_batch)
+    self._kept_ids = self.reuse.kept(step)
+    return self._train()
+
+  def _train(self) -> ev.Train:
+    """The step that is under way."""
+    return ev.Train(
+      step=self._view.newest_version,
+      group_ids=tuple(self._view.ledger.in_batch),
+      reused_ids=self._reused_ids,
+      kept_ids=self._kept_ids,
+    )
 
   def is_held(self) -> bool:
     """Whether the trainer waits although there are groups for a batch."""

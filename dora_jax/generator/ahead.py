@@ -92,10 +92,13 @@ def compile_verbs(
   slots = jax.tree.map(lambda rows: _place(rows, everywhere), slots)
   jitted = engine.jit_verbs(mesh, config, paged, chunk_steps, (0,))
   served = verbs.Served(version=ints(), params=params)
-  call = prefill.gather([], sizes=sizes, page_size=page_size)
+  block = prefill.Block(
+    tokens=np.zeros(page_size, np.int32), start=0, page_ids=[1], filled=[1]
+  )
+  (call,) = prefill.gather([block], sizes=sizes, page_size=page_size)
   call = jax.tree.map(lambda rows: ints(*rows.shape), call)
   lowered = {
-    "decode": jitted.decode.lower(served, pool, slots),
+    "decode": jitted.decode.lower(served, pool, slots, ints()),
     "prefill": jitted.prefill.lower(params, pool, call),
   }
   return {name: verb.compile() for name, verb in lowered.items()}

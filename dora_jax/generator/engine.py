@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from dora_jax import interfaces, types
 from dora_jax.generator import kv_pool, pages, prefill, sampling, verbs
 from dora_jax.generator.attention import base
-from dora_jax.model import transformer
+from dora_jax.model import layer_list, transformer
 
 # The shortest sequences that scoring is compiled for.
 _BUCKET_TOKENS = 64
@@ -117,9 +117,10 @@ def jit_verbs(
 class Engine:
   """The verbs, compiled for one model on one mesh.
 
-  Shapes are static: prefill is compiled once, other verbs once for each number
-  of slots, score for each bucket of lengths, reading and writing pages for each
-  power of two, and never again for other requests or other versions.
+  Shapes are static: prefill is compiled once, on CPUs once more for short
+  prompts, other verbs once for each number of slots, score for each bucket of
+  lengths, reading and writing pages for each power of two, and never again for
+  other requests or other versions.
 
   Attributes:
     page_size: token positions of a page.
@@ -139,13 +140,15 @@ class Engine:
     stop_ids: Sequence[int],
     seed: int,
   ):
+    platform = mesh.devices.flat[0].platform
     self.page_size = page_size
     self.prefill_sizes = prefill.choose_sizes(
       page_size=page_size,
       prefill_chunk=prefill_chunk,
       max_length=max_length,
-      platform=mesh.devices.flat[0].platform,
+      platform=platform,
     )
+    self._unstacks = platform == "cpu"
     self._max_length = max_length
     self._bucket_pages = max(_BUCKET_TOKENS // page_size, 1)
     num_buckets = pages.num_pages_for(
@@ -178,6 +181,8 @@ class Engine:
           f"{placed or 'the host'}, but the generator's mesh is "
           f"{mesh_devices}: reshard it there first."
         )
+    if self._unstacks:
+      params = layer_list.unstack(params)
     stamp = jax.device_put(np.int32(version), self._everywhere)
     return verbs.Served(version=stamp, params=params)
 
@@ -202,11 +207,12 @@ class Engine:
     Returns:
       The pool with those pages written.
     """
-    call = prefill.gather(
+    calls = prefill.gather(
       blocks, sizes=self.prefill_sizes, page_size=self.page_size
     )
-    call = jax.device_put(call, self._everywhere)
-    return self._compiled.prefill(served.params, pool, call)
+    for call in jax.device_put(calls, self._everywhere):
+      pool = self._compiled.prefill(served.params, pool, call)
+    return pool
 
   def insert(
     self, pool: kv_pool.KvPool, slots: verbs.Slots, entries: Sequence[Entry]
@@ -320,7 +326,12 @@ class Engine:
     return new
 
   def decode(
-    self, served: verbs.Served, pool: kv_pool.KvPool, slots: verbs.Slots
+    self,
+    served: verbs.Served,
+    pool: kv_pool.KvPool,
+    slots: verbs.Slots,
+    *,
+    enough_ended: int,
   ) -> tuple[kv_pool.KvPool, verbs.Slots, Int[jax.Array, "T F B"]]:
     """Samples a chunk of tokens for each active slot.
 
@@ -328,11 +339,13 @@ class Engine:
       served: the params.
       pool: donated.
       slots: donated.
+      enough_ended: slots that end in the chunk before it ends early.
 
     Returns:
       Pool, slots, and what was sampled, for `verbs.unpack_chunk`.
     """
-    return self._compiled.decode(served, pool, slots)
+    enough = jax.device_put(np.int32(enough_ended), self._everywhere)
+    return self._compiled.decode(served, pool, slots, enough)
 
   def score(
     self, served: verbs.Served, tokens: Int[np.ndarray, "T"]

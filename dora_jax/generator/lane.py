@@ -18,6 +18,11 @@ from dora_jax.generator import (
 from dora_jax.generator import engine as engine_lib
 from dora_jax.model import transformer
 
+# A chunk ends early when one in so many slots has become free and others wait
+# for it. With fewer, slots are idle longer; with more, the host refills them
+# more often than it is worth.
+_REFILLS = 8
+
 
 class Lane:
   """Serves the requests of one version at a time; implements Generator.
@@ -218,8 +223,12 @@ class Lane:
       # Few slots cost as much to decode as all, and none would stall by waiting
       # for the others.
       return
+    # Nobody gains by a chunk that ends early but who could enter.
+    enough_ended = self.num_slots
+    if admits and self._roster.line:
+      enough_ended = -(-self.num_slots // _REFILLS)
     self._pool.kv, self._slots.on_mesh, packed = self._engine.decode(
-      served, self._pool.kv, self._slots.on_mesh
+      served, self._pool.kv, self._slots.on_mesh, enough_ended=enough_ended
     )
     self._flights.add(packed)
     self._has_launched = True

@@ -2,12 +2,14 @@
 
 A block is so many tokens of one sequence, from a multiple of that number on; a
 pass computes a few blocks at once, a call as many passes as it needs. Blocks,
-passes and calls have one shape each. So the KV of a token depends, bit by bit,
-on the tokens up to it and the params, and on nothing else: not on what follows
-it or shares a call with it, nor on when it is computed and how much of the
-prompt others had prefilled before. Moves, replay and the prefix cache rely on
-this. Where a pass has several blocks it takes, as decoding does of its slots,
-that a row of a product comes out the same wherever it stands.
+passes and calls have one shape each, or two. So the KV of a token depends, bit
+by bit, on the tokens up to it and the params, and on nothing else: not on what
+follows it or shares a call with it, nor on when it is computed and how much of
+the prompt others had prefilled before. Moves, replay and the prefix cache rely
+on this. Where a pass has several blocks it takes, as decoding does of its
+slots, that a row of a product comes out the same wherever it stands; and where
+short prompts are computed apart, that it does so in as many rows of shorter
+blocks.
 """
 
 import dataclasses
@@ -41,12 +43,15 @@ class Sizes:
     pass_blocks: blocks that are computed at once, R.
     call_passes: passes of a call at most.
     table_width: pages of a sequence of the greatest length, up to whole blocks.
+    shortens: whether prompts of up to half a block are computed apart, in
+      blocks of half the tokens, twice as many a pass.
   """
 
   block_pages: int
   pass_blocks: int
   call_passes: int
   table_width: int
+  shortens: bool
 
   @property
   def call_blocks(self) -> int:
@@ -78,6 +83,7 @@ def choose_sizes(
     pass_blocks=pass_blocks,
     call_passes=call_blocks // pass_blocks,
     table_width=num_blocks * block_pages,
+    shortens=platform == "cpu",
   )
 
 
@@ -120,29 +126,65 @@ class Call:
   num_passes: Any
 
 
-def gather(blocks: Sequence[Block], *, sizes: Sizes, page_size: int) -> Call:
-  """Lays blocks out for a call; those of one sequence must be in order."""
-  num_blocks = sizes.call_blocks
-  tokens_BT = np.zeros((num_blocks, sizes.block_pages * page_size), np.int32)
-  start_B = np.zeros(num_blocks, np.int32)
-  page_table_BC = np.zeros((num_blocks, sizes.table_width), np.int32)
-  filled_BW = np.full(
-    (num_blocks, sizes.block_pages), pages.TRASH_PAGE, np.int32
-  )
+def gather(
+  blocks: Sequence[Block], *, sizes: Sizes, page_size: int
+) -> list[Call]:
+  """Lays blocks out for calls; those of one sequence must be in order.
+
+  Returns:
+    Calls in order, for at most sizes.call_blocks blocks one or two: the first
+    has those that are computed apart, as they read no others.
+  """
+  block_tokens = sizes.block_pages * page_size
+  fits = lambda block: block.start == 0 and len(block.tokens) <= half_tokens
+  half_tokens = block_tokens // 2 if sizes.shortens else 0
+  short = [block for block in blocks if fits(block)]
+  others = [block for block in blocks if not fits(block)]
+  calls = []
+  if short:
+    calls.append(
+      _lay_out(
+        short,
+        shape=(-(-sizes.call_blocks // 2), 2 * sizes.pass_blocks, half_tokens),
+        sizes=sizes,
+      )
+    )
+  if others:
+    calls.append(
+      _lay_out(
+        others,
+        shape=(sizes.call_passes, sizes.pass_blocks, block_tokens),
+        sizes=sizes,
+      )
+    )
+  return calls
+
+
+def _lay_out(
+  blocks: Sequence[Block],
+  *,
+  shape: tuple[int, int, int],
+  sizes: Sizes,
+) -> Call:
+  """A call of this shape, [U, R, T]."""
+  num_passes, pass_blocks, num_tokens = shape
+  num_rows = num_passes * pass_blocks
+  tokens_BT = np.zeros((num_rows, num_tokens), np.int32)
+  start_B = np.zeros(num_rows, np.int32)
+  page_table_BC = np.zeros((num_rows, sizes.table_width), np.int32)
+  filled_BW = np.full((num_rows, sizes.block_pages), pages.TRASH_PAGE, np.int32)
   for row, block in enumerate(blocks):
     tokens_BT[row, : len(block.tokens)] = block.tokens
     start_B[row] = block.start
     page_table_BC[row, : len(block.page_ids)] = block.page_ids
     filled_BW[row, : len(block.filled)] = block.filled
-  by_pass = lambda rows: rows.reshape(
-    sizes.call_passes, sizes.pass_blocks, *rows.shape[1:]
-  )
+  by_pass = lambda rows: rows.reshape(num_passes, pass_blocks, *rows.shape[1:])
   return Call(
     tokens_URT=by_pass(tokens_BT),
     start_UR=by_pass(start_B),
     page_table_URC=by_pass(page_table_BC),
     filled_URW=by_pass(filled_BW),
-    num_passes=np.int32(pages.num_pages_for(len(blocks), sizes.pass_blocks)),
+    num_passes=np.int32(pages.num_pages_for(len(blocks), pass_blocks)),
   )
 
 

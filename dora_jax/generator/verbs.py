@@ -205,6 +205,7 @@ def decode(
   served: Served,
   pool: kv_pool.KvPool,
   slots: Slots,
+  enough_ended: Int[Array, ""],
   *,
   config: transformer.ModelConfig,
   paged: base.PagedAttention,
@@ -214,8 +215,9 @@ def decode(
   """Samples up to chunk_steps tokens for each active slot.
 
   A slot becomes inactive once it draws a stop token or reaches its limit; the
-  chunk ends early once no slot is active.
+  chunk ends early once enough_ended slots became so, or none is active.
   """
+  num_begun = slots.is_active_B.sum()
   packed_TFB = jnp.zeros(
     (chunk_steps, len(dataclasses.fields(Chunk)), slots.token_B.shape[0]),
     jnp.int32,
@@ -223,7 +225,9 @@ def decode(
 
   def goes_on(carry):
     step, _, slots, _ = carry
-    return (step < chunk_steps) & slots.is_active_B.any()
+    num_active = slots.is_active_B.sum()
+    is_enough = num_begun - num_active >= enough_ended
+    return (step < chunk_steps) & (num_active > 0) & ~is_enough
 
   def decode_step(carry):
     step, pool, slots, packed_TFB = carry

@@ -13,17 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dora_jax import interfaces
+from dora_jax.model import matrices
 
-# Axes that the product sums over, the first ones, of each matrix of a layer.
-_NUM_SUMMED = {
-  "query": 1,
-  "key": 1,
-  "value": 1,
-  "output": 3,
-  "gate": 1,
-  "up": 1,
-  "down": 1,
-}
 _LARGEST = 127
 
 
@@ -80,7 +71,9 @@ def dequantize(tree: Any) -> Any:
 
 def _replace_matrices(params: Any, replace: Any) -> Any:
   blocks = {
-    name: replace(leaf, _NUM_SUMMED[name]) if name in _NUM_SUMMED else leaf
+    name: replace(leaf, matrices.NUM_SUMMED[name])
+    if name in matrices.NUM_SUMMED
+    else leaf
     for name, leaf in params["blocks"].items()
   }
   return params | {"blocks": blocks}

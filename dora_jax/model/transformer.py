@@ -7,6 +7,7 @@ training masks, prefill and paged decoding are woven into the same layers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from dora_jax import interfaces
-from dora_jax.model import attention, declare, int8, norm, rope
+from dora_jax.model import (
+  adapted,
+  attention,
+  declare,
+  int8,
+  linear,
+  norm,
+  rope,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,13 +140,15 @@ class Block(nnx.Module):
       normed_BTD = norm.rms_norm(hidden_BTD, self.attention_norm[...], eps)
       query_BTKGH, key_BTKH, value_BTKH = self.project(normed_BTD, positions_BT)
       out_BTKGH, kv = attend(query_BTKGH, key_BTKH, value_BTKH, kv, layer)
-      hidden_BTD += jnp.einsum("BTKGH,KGHD->BTD", out_BTKGH, self.output[...])
+      hidden_BTD += linear.product(
+        "BTKGH,KGHD->BTD", out_BTKGH, self.output[...]
+      )
     with jax.named_scope("mlp"):
       normed_BTD = norm.rms_norm(hidden_BTD, self.mlp_norm[...], eps)
-      gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, self.gate[...])
-      up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, self.up[...])
+      gate_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.gate[...])
+      up_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.up[...])
       gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
-      hidden_BTD += jnp.einsum("BTF,FD->BTD", gated_BTF, self.down[...])
+      hidden_BTD += linear.product("BTF,FD->BTD", gated_BTF, self.down[...])
     return hidden_BTD, kv
 
   def project(
@@ -147,13 +158,13 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of a layer, rotated to their positions."""
     config = self.config
-    query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, self.query[...])
-    key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, self.key[...])
-    value_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, self.value[...])
+    query_BTKGH = linear.product("BTD,DKGH->BTKGH", normed_BTD, self.query[...])
+    key_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.key[...])
+    value_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.value[...])
     if config.qkv_bias:
-      query_BTKGH += self.query_bias[...][None, None]
-      key_BTKH += self.key_bias[...][None, None]
-      value_BTKH += self.value_bias[...][None, None]
+      query_BTKGH = linear.add_bias(query_BTKGH, self.query_bias[...])
+      key_BTKH = linear.add_bias(key_BTKH, self.key_bias[...])
+      value_BTKH = linear.add_bias(value_BTKH, self.value_bias[...])
     eps = config.norm_eps
     if config.qk_norm:
       query_BTKGH = norm.rms_norm(query_BTKGH, self.query_norm[...], eps)
@@ -187,8 +198,10 @@ class Transformer(nnx.Module):
     *,
     attend: attention.Attend,
     kv: Any,
+    layers: Sequence[Any] | None,
     remat: bool,
     sharding: jax.sharding.Sharding | None,
+    dtype: Any,
   ) -> tuple[Float[jax.Array, "B T D"], Any]:
     """Hidden states after the final norm; see `forward`."""
     constrain = lambda hidden_BTD: hidden_BTD
@@ -199,18 +212,22 @@ class Transformer(nnx.Module):
     def apply_block(carry, layer_and_state):
       hidden_BTD, kv = carry
       layer, state = layer_and_state
-      # Here, so that no more than a layer of rounded weights is ever expanded.
-      block = nnx.merge(block_def, int8.dequantize(state))
+      # Here, so that no more than a layer of rounded or adapted weights is ever
+      # expanded.
+      block = nnx.merge(block_def, adapted.merge(int8.dequantize(state)))
       hidden_BTD, kv = block(hidden_BTD, positions_BT, attend, kv, layer)
       return (constrain(hidden_BTD), kv), None
 
     if remat:
       apply_block = jax.checkpoint(apply_block, prevent_cse=False)
-    embedded_BTD = constrain(self.embed[...][tokens_BT])
-    layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-    (hidden_BTD, kv), _ = jax.lax.scan(
-      apply_block, (embedded_BTD, kv), (layers, block_states)
-    )
+    carry = constrain(self.embed[...][tokens_BT].astype(dtype)), kv
+    if layers is None:
+      index_L = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+      carry, _ = jax.lax.scan(apply_block, carry, (index_L, block_states))
+    else:
+      for index, state in enumerate(layers):
+        carry, _ = apply_block(carry, (jnp.int32(index), state))
+    hidden_BTD, kv = carry
     eps = self.config.norm_eps
     return norm.rms_norm(hidden_BTD, self.final_norm[...], eps), kv
 
@@ -264,11 +281,12 @@ def forward(
   kv: Any = None,
   remat: bool = False,
   hidden_sharding: jax.sharding.Sharding | None = None,
+  dtype: Any = None,
 ) -> tuple[Float[jax.Array, "B T D"], Any]:
-  """Runs the layers, in the dtype of the params.
+  """Runs the layers.
 
   Args:
-    params: as `init_params` makes them.
+    params: as `init_params` or `layer_list.unstack` makes them.
     config: what they were made for.
     tokens_BT: token ids.
     positions_BT: of each token in its own sequence, for the rotary positions.
@@ -277,14 +295,34 @@ def forward(
       with a leading L axis is updated in place.
     remat: whether the backward pass recomputes each layer.
     hidden_sharding: of the residual stream, where XLA should not guess it.
+    dtype: of the computation; None is that of the params. Wider params get
+      gradients of their own dtype.
 
   Returns:
     The hidden states after the final norm, and the last `kv`.
   """
+  layers = params["blocks"] if isinstance(params["blocks"], list) else None
+  if layers is not None:
+    params = params | {"blocks": layers[0]}
   model = nnx.merge(_structure(config)[0], params)
   tokens_BT, positions_BT = jnp.asarray(tokens_BT), jnp.asarray(positions_BT)
-  how = {"attend": attend, "kv": kv, "remat": remat}
-  return model(tokens_BT, positions_BT, sharding=hidden_sharding, **how)
+  return model(
+    tokens_BT,
+    positions_BT,
+    attend=attend,
+    kv=kv,
+    layers=layers,
+    remat=remat,
+    sharding=hidden_sharding,
+    dtype=params["embed"].dtype if dtype is None else dtype,
+  )
+
+
+def head(
+  params: interfaces.Params, config: ModelConfig
+) -> Float[jax.Array, "V D"]:
+  """The output head, one row a token."""
+  return params["embed"] if config.tied_head else params["head"]
 
 
 def unembed(
@@ -293,7 +331,9 @@ def unembed(
   hidden: Float[jax.Array, "*rows D"],
 ) -> Float[jax.Array, "*rows V"]:
   """Logits of hidden states after the final norm, in fp32."""
-  head_VD = params["embed"] if config.tied_head else params["head"]
   return jnp.einsum(
-    "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32
+    "...D,VD->...V",
+    hidden,
+    head(params, config),
+    preferred_element_type=jnp.float32,
   )

@@ -37,6 +37,7 @@ TRAIN = AxisTable(
     "kv_head": "tensor",
     "query_group": None,
     "head_width": None,
+    "rank": None,
     "layer": None,
   },
   config_field={

@@ -139,8 +139,11 @@ class Executor:
     self._stopping = stopping
     self._completion_limit = completion_limit
     self._groups: dict[int, GroupData] = {}
-    # Those of the last Train.
+    # Those of the last Train, and those that it took again.
     self._batch: dict[int, GroupData] = {}
+    self._reused: dict[int, GroupData] = {}
+    # That a later step may train on once more.
+    self._trained: dict[int, GroupData] = {}
     # (source, target) -> the requests of the move that is under way.
     self._moves: dict[tuple[int, int], tuple[orders.Name, ...]] = {}
     # Those of them whose requests are packed and sent on.
@@ -175,7 +178,7 @@ class Executor:
     return ended
 
   def carry_out(self, command: ev.Command) -> list[types.Group] | None:
-    """Gives the orders that a command needs; returns the batch of a Train."""
+    """Gives the orders that a command needs; of a Train, returns new groups."""
     match command:
       case ev.Load():
         self._load(command)
@@ -201,8 +204,12 @@ class Executor:
         self.send_score(ROLLOUT, data.prompt, data.trajectories[command.member])
       case ev.Train():
         self._batch = {g: self._groups.pop(g) for g in command.group_ids}
+        self._reused = {g: self._trained[g] for g in command.reused_ids}
+        self._trained |= self._batch
+        self._trained = {g: self._trained[g] for g in command.kept_ids}
         batch = [data.group(g) for g, data in self._batch.items()]
-        self._parts.trainer.send(batch)
+        reused = [data.group(g) for g, data in self._reused.items()]
+        self._parts.trainer.send(batch + reused)
         return batch
       case ev.Restart():
         data = self._groups[command.group_id]
@@ -226,11 +233,24 @@ class Executor:
   def return_batch(self) -> None:
     """Takes back the groups of a step that was not made."""
     self._groups |= self._batch
-    self._batch = {}
+    self._trained |= self._reused
+    self._batch, self._reused = {}, {}
 
-  def take_over(self, groups: Mapping[int, GroupData]) -> None:
-    """Goes on with the groups of a run that this one resumes."""
-    self._groups = dict(groups)
+  @property
+  def trained(self) -> Mapping[int, GroupData]:
+    """Groups that steps have trained on and a later one may take again."""
+    return self._trained
+
+  def take_over(
+    self, groups: Mapping[int, GroupData], trained: Mapping[int, GroupData]
+  ) -> None:
+    """Goes on with the groups of a run that this one resumes.
+
+    Args:
+      groups: that no step has trained on.
+      trained: that a later step may take again.
+    """
+    self._groups, self._trained = dict(groups), dict(trained)
 
   def keep_trajectory(self, trajectory: types.Trajectory) -> None:
     """Keeps a finished trajectory, unless its group was given up."""

@@ -19,12 +19,15 @@ Arrays = dict[str, np.ndarray]
 
 
 def pack(
-  groups: Mapping[int, executing.GroupData], ledger: ledger_lib.Ledger
+  groups: Mapping[int, executing.GroupData],
+  trained: Mapping[int, executing.GroupData],
+  ledger: ledger_lib.Ledger,
 ) -> tuple[list[Any], Arrays]:
-  """Packs what the ledger counts as finished and not yet trained.
+  """Packs what steps may train on, for the first time or again.
 
   Args:
-    groups: by id; whatever else they hold is left out.
+    groups: by id; of these what the ledger counts as finished.
+    trained: by id; all of it.
     ledger: at the same instant.
 
   Returns:
@@ -32,8 +35,11 @@ def pack(
     than there are tokens, so that none is empty.
   """
   entries, found = [], []
-  for group_id, data in groups.items():
-    for member in _finished(group_id, data, ledger):
+  for group_id, data in {**trained, **groups}.items():
+    members = sorted(data.trajectories)
+    if group_id in groups:
+      members = _finished(group_id, data, ledger)
+    for member in members:
       trajectory = data.trajectories[member]
       found.append(trajectory)
       entries.append(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dora_jax import config as config_lib
 from dora_jax import interfaces, types
-from dora_jax.coordinator import balance
+from dora_jax.coordinator import balance, reuse
 from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator.schedules import base, registry
 from dora_jax.generator import budget, pages
@@ -24,11 +24,15 @@ from dora_jax.tasks import prompts, sources, templates, tokenizers
 from dora_jax.trainer import (
   advantages,
   checks,
+  critic,
+  lora,
   objective,
+  optimizers,
   shaping,
-  train_state,
   train_step,
+  trained,
 )
+from dora_jax.trainer.attention import choice as trainer_choice
 
 Config = Any
 
@@ -165,10 +169,11 @@ def make_stopping(config: Config) -> types.Stopping:
   )
 
 
-def make_optimizer(config: Config) -> train_state.OptimizerSettings:
+def make_optimizer(config: Config) -> optimizers.OptimizerSettings:
   """The optimizer of config.trainer."""
   trainer = config.trainer
-  return train_state.OptimizerSettings(
+  return optimizers.OptimizerSettings(
+    kind=trainer.optimizer,
     lr=trainer.lr,
     warmup_steps=trainer.warmup_steps,
     total_steps=config.coordinator.num_steps,
@@ -176,8 +181,10 @@ def make_optimizer(config: Config) -> train_state.OptimizerSettings:
     b1=trainer.b1,
     b2=trainer.b2,
     eps=trainer.eps,
+    momentum=trainer.momentum,
     weight_decay=trainer.weight_decay,
     clip_norm=trainer.clip_norm,
+    average_decay=trainer.ema_decay,
   )
 
 
@@ -220,7 +227,54 @@ def make_advantage(config: Config) -> advantages.Settings:
     per_version=config.trainer.advantage_per_version,
   )
   advantages.check(made, group_size=config.coordinator.group_size)
+  checks.check_advantage(config.trainer.advantage, loss=config.trainer.loss)
   return made
+
+
+def make_critic(config: Config) -> critic.Settings | None:
+  """The critic of config.trainer; None where the advantage needs none."""
+  trainer = config.trainer
+  if trainer.advantage not in advantages.BY_CRITIC:
+    return None
+  return critic.Settings(
+    kind=trainer.advantage,
+    discount=trainer.discount,
+    trace_decay=trainer.trace_decay,
+    weight_cap=trainer.weight_cap,
+    value_clip=trainer.value_clip,
+    num_updates=trainer.critic_updates,
+    optimizer=dataclasses.replace(
+      make_optimizer(config),
+      lr=trainer.critic_lr,
+      total_steps=config.coordinator.num_steps * trainer.critic_updates,
+      average_decay=0.0,
+    ),
+  )
+
+
+def make_adapters(config: Config) -> lora.Settings | None:
+  """The adapters of config.trainer; None where all params are trained."""
+  trainer = config.trainer
+  if not trainer.lora_rank:
+    return None
+  made = lora.Settings(
+    rank=trainer.lora_rank,
+    alpha=trainer.lora_alpha,
+    targets=tuple(trainer.lora_targets),
+    seed=config.seed,
+  )
+  lora.check(made)
+  return made
+
+
+def make_trained(
+  config: Config, shape: transformer.ModelConfig
+) -> trained.Trained:
+  """What the policy's optimizer trains."""
+  adapters = make_adapters(config)
+  if adapters is None:
+    return trained.Policy(shape)
+  return lora.Adapters(shape, adapters)
 
 
 def _truncates_sampling(config: Config) -> bool:
@@ -249,6 +303,8 @@ def make_trainer(
     rows_per_batch=trainer.rows_per_batch,
     objective=make_objective(config),
     advantage=make_advantage(config),
+    critic=make_critic(config),
+    adapters=make_adapters(config),
     shaping=shaping.Shaping(
       weights=trainer.reward_weights.to_dict(),
       overlong_penalty=trainer.overlong_penalty,
@@ -259,6 +315,9 @@ def make_trainer(
     recomputes_logprobs=trainer.recompute_logprobs,
     max_staleness=make_schedule(config).max_staleness,
     temperature=config.generator.temperature,
+    attention=trainer_choice.choose(
+      trainer.attention, mesh, config=shape, row_length=trainer.row_length
+    ),
     compute_dtype=jnp.dtype(config.model.compute_dtype),
     logprob_chunk=trainer.logprob_chunk,
     remat=trainer.remat,
@@ -391,6 +450,33 @@ def make_coordinator(
     max_filtered=coordinator.filter_patience * coordinator.prompts_per_batch
     if coordinator.filter_groups
     else None,
+    reuse=make_reuse(config),
+  )
+
+
+def make_reuse(config: Config) -> reuse.Settings:
+  """What config.coordinator has steps take again.
+
+  Raises:
+    ValueError: nothing could ever be taken again.
+  """
+  coordinator = config.coordinator
+  if not coordinator.reuse_ratio:
+    return reuse.NOTHING
+  bound = make_schedule(config).max_staleness
+  if not bound or coordinator.max_uses < 2:
+    raise ValueError(
+      f"config.coordinator.reuse_ratio is {coordinator.reuse_ratio}, but "
+      f"trajectories may be {bound} versions old and config.coordinator."
+      f"max_uses is {coordinator.max_uses}: what is taken again is 1 version "
+      "old at least, so set max_staleness to 1 or more and max_uses to 2 or "
+      "more, or reuse_ratio to 0."
+    )
+  return reuse.Settings(
+    groups_per_step=round(
+      coordinator.reuse_ratio * coordinator.prompts_per_batch
+    ),
+    max_uses=coordinator.max_uses,
   )
 
 

@@ -269,7 +269,9 @@ class Recorder:
       "resumes": self.num_resumes,
       "tokens_per_s": self._trained_tokens / seconds,
       "versions_alive_max": self._coordinator.versions_alive_max,
-      "lag_max": max((lag for lag in ledger.lag_counts), default=0),
+      "lag_max": max(
+        [*ledger.lag_counts, *self._coordinator.reused_lag_counts], default=0
+      ),
       "mixed": self.num_mixed,
       "dropped": sum(dropped.values()),
       "generator_idle_share": self._idle_share(time.perf_counter()),
@@ -381,6 +383,7 @@ def ledger_values(
   values: dict[str, float] = {
     "generated": ledger.num_generated,
     "trained": ledger.num_trained * size,
+    "reused": coordinator.reused_lag_counts.total() * size,
     "moved": ledger.num_moved,
     "regenerated": ledger.num_regenerated * size,
     "generated_tokens": tokens.generated,

@@ -71,12 +71,13 @@ class Saver:
     """
     made = self.coordinator
     self.events.flush()
-    entries, arrays = group_arrays.pack(self.executor.groups, made.ledger)
+    entries, arrays = group_arrays.pack(
+      self.executor.groups, self.executor.trained, made.ledger
+    )
     needed = {*made.versions_held(), *self.evaluator.pending()}
-    older = {
-      version: self.store.copy_of(version)
-      for version in sorted(needed - {made.newest_version})
-    }
+    # Of a version that was lost with a mesh there is nothing to save.
+    alive = needed & {*self.store.versions()} - {made.newest_version}
+    older = {version: self.store.copy_of(version) for version in sorted(alive)}
     trees: dict[str, Any] = {"groups": arrays}
     if older:
       trees["versions"] = {str(v): params for v, (_, params) in older.items()}
@@ -126,8 +127,11 @@ class Saver:
       "groups",
       group_arrays.abstract(extras["groups"], extras["group_dtypes"]),
     )
+    groups = group_arrays.unpack(extras["groups"], arrays, self.task)
+    untrained = self.coordinator.ledger.untrained()
     self.executor.take_over(
-      group_arrays.unpack(extras["groups"], arrays, self.task)
+      groups={g: data for g, data in groups.items() if g in untrained},
+      trained={g: data for g, data in groups.items() if g not in untrained},
     )
     self.results.restore(extras["results"])
     self._request_evaluations(extras["evaluation"])

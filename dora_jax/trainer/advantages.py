@@ -111,7 +111,11 @@ _OF_BATCHES: Mapping[str, bool] = {
   "reinforce_pp": False,
   "reinforce_pp_baseline": True,
 }
-ADVANTAGES = (*_OF_GROUPS, *_OF_BATCHES)
+# By which critic.py judges single tokens.
+BY_CRITIC = ("gae", "vtrace")
+ADVANTAGES = (*_OF_GROUPS, *_OF_BATCHES, *BY_CRITIC)
+# Names that compare the members of a group.
+_NEEDS_GROUPS = {*ADVANTAGES} - {"reinforce_pp", *BY_CRITIC}
 
 
 def advantages(
@@ -120,7 +124,7 @@ def advantages(
   """Advantages of all members of all groups of a step.
 
   Equal rewards in a group give exactly 0, except with "reinforce_pp", whose
-  baseline is that of the batch.
+  baseline is that of the batch, and with a critic.
 
   Args:
     rewards: of each group, one for each member, in the task's own units.
@@ -128,7 +132,8 @@ def advantages(
     settings: how.
 
   Returns:
-    For each group an array in float64, without unit.
+    For each group an array in float64, without unit. Where a critic judges, the
+    rewards as they are: of these it makes the advantages of tokens.
 
   Raises:
     ValueError: a group of one member, or a reward that is not finite.
@@ -137,6 +142,8 @@ def advantages(
   for group in rewards:
     _check(kind, group)
   rewards = [group.astype(np.float64) for group in rewards]
+  if kind in BY_CRITIC:
+    return rewards
   if kind in _OF_GROUPS:
     options = {"pass_k": settings.pass_k} if kind == "pass_at_k" else {}
     found = [_OF_GROUPS[kind](group, **options) for group in rewards]
@@ -163,7 +170,7 @@ def check(settings: Settings, *, group_size: int) -> None:
       f"config.trainer.advantage is {kind!r} but must be one of "
       f"{', '.join(map(repr, ADVANTAGES))}."
     )
-  if group_size < 2 and kind != "reinforce_pp":
+  if group_size < 2 and kind in _NEEDS_GROUPS:
     raise ValueError(
       f"config.coordinator.group_size is {group_size} but must be at least 2 "
       f"where config.trainer.advantage is {kind!r}, which compares the members "
@@ -208,7 +215,7 @@ def _centered(rewards: Rewards) -> Rewards:
 
 
 def _check(kind: str, rewards: Rewards) -> None:
-  if len(rewards) < 2 and kind != "reinforce_pp":
+  if len(rewards) < 2 and kind in _NEEDS_GROUPS:
     raise ValueError(
       f"Groups have {len(rewards)} member(s), but the advantage {kind!r} "
       "needs at least 2: raise config.coordinator.group_size."

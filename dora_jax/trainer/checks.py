@@ -6,6 +6,7 @@ import jax
 
 from dora_jax import types
 from dora_jax.trainer import (
+  advantages,
   aggregation,
   losses,
   objective,
@@ -97,6 +98,16 @@ def check_objective(
       f"{chosen.correction!r} around config.trainer.proximal "
       f'{chosen.proximal!r}: set them to "tis" and "current", or sample from '
       "all tokens."
+    )
+
+
+def check_advantage(kind: str, *, loss: str) -> None:
+  """Refuses an advantage that the loss cannot take."""
+  if kind in advantages.BY_CRITIC and loss == "vtrace":
+    raise ValueError(
+      f"config.trainer.advantage is {kind!r}, by which each token has one of "
+      'its own, but config.trainer.loss "vtrace" takes one for the whole '
+      'sequence: set loss to "aipo", which weighs tokens alike.'
     )
 
 

@@ -12,29 +12,33 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.model import transformer
+from dora_jax.model import adapted, transformer
 from dora_jax.trainer import (
   aggregation,
   logprobs,
   losses,
   objective,
+  optimizers,
   train_state,
 )
+from dora_jax.trainer import trained as trained_lib
+from dora_jax.trainer.attention import base
 
 # Fields of a PackedBatch that the loss reads; the rest stays on the host.
-_FIELDS = (
-  "tokens",
-  "positions",
-  "segment_ids",
-  "loss_mask",
-  "advantages",
-  "behavior_logprobs",
-  "lags",
-)
+FIELDS = {
+  "tokens": np.int32,
+  "positions": np.int32,
+  "segment_ids": np.int32,
+  "loss_mask": np.float32,
+  "advantages": np.float32,
+  "behavior_logprobs": np.float32,
+  "lags": np.int32,
+}
 
 DeviceBatch = Mapping[str, jax.Array]
 
@@ -76,6 +80,7 @@ class LossSettings:
     config: of the model.
     objective: of the policy.
     temperature: at which the generator samples.
+    attention: within the segments of a row.
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
     remat: see logprobs.token_logprobs.
@@ -85,13 +90,15 @@ class LossSettings:
   config: transformer.ModelConfig
   objective: objective.Objective
   temperature: float
+  attention: base.SegmentAttention
   compute_dtype: Any
   logprob_chunk: int
   remat: bool
   hidden_sharding: jax.sharding.Sharding | None
 
 
-Loss = Callable[..., tuple[Float[jax.Array, ""], TokenStats]]
+# What it tells besides the loss is its own; of tokens, TokenStats.
+Loss = Callable[..., tuple[Float[jax.Array, ""], Any]]
 
 
 def put_batch(
@@ -101,7 +108,7 @@ def put_batch(
 
   An objective may need "recomputed_logprobs" and "ref_logprobs" besides.
   """
-  arrays = {field: getattr(batch, field) for field in _FIELDS}
+  arrays = {field: getattr(batch, field) for field in FIELDS}
   return jax.device_put(arrays, sharding)
 
 
@@ -114,13 +121,14 @@ def score(
   learns_entropy: bool,
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
   """Log-probabilities and entropies of a micro-batch's tokens."""
-  params = jax.tree.map(lambda x: x.astype(settings.compute_dtype), params)
   return logprobs.token_logprobs(
     params,
     settings.config,
     batch["tokens"],
     batch["positions"],
     batch["segment_ids"],
+    attend=settings.attention.attend,
+    dtype=settings.compute_dtype,
     temperature=temperature,
     learns_entropy=learns_entropy,
     remat=settings.remat,
@@ -212,7 +220,7 @@ def make_copy(
   config: transformer.ModelConfig, mesh: jax.sharding.Mesh, dtype: Any
 ) -> Callable:
   """Jits params -> a copy in another dtype, to be kept beside them."""
-  _, shardings = train_state.param_layout(config, mesh)
+  _, shardings = train_state.param_layout(trained_lib.Policy(config), mesh)
 
   def copy(params):
     # Without jnp.copy, an array that is of the dtype already would be passed
@@ -224,35 +232,41 @@ def make_copy(
 
 @functools.lru_cache
 def make_accumulate(
-  loss: Loss, settings: LossSettings, mesh: jax.sharding.Mesh
+  loss: Loss,
+  settings: LossSettings,
+  trained: trained_lib.Trained,
+  mesh: jax.sharding.Mesh,
 ) -> Callable:
-  """Jits (params, sum, batch, denominator) -> (sum, loss, TokenStats).
+  """Jits (params, frozen, sum, batch, denominator) -> (sum, loss, stats).
 
-  The sum of gradients, float32 and sharded as the params, is donated.
+  The sum of gradients, float32 and sharded as the params, is donated. What the
+  stats are is the loss's.
   """
 
-  def accumulate(params, gradients, batch, denominator):
-    (value, stats), new = jax.value_and_grad(loss, has_aux=True)(
-      params, batch, denominator, settings=settings
-    )
+  def accumulate(params, frozen, gradients, batch, denominator):
+    def loss_of(params):
+      whole = trained.whole(params, frozen)
+      return loss(whole, batch, denominator, settings=settings)
+
+    (value, stats), new = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, gradients, new), value, stats
 
-  _, shardings = train_state.param_layout(settings.config, mesh)
+  _, shardings = train_state.param_layout(trained, mesh)
   # Stats are small; replicated, every host can read them whole.
   replicated = jax.NamedSharding(mesh, jax.P())
   return jax.jit(
     accumulate,
-    donate_argnums=1,
+    donate_argnums=2,
     out_shardings=(shardings, replicated, replicated),
   )
 
 
 @functools.lru_cache
 def make_zeros(
-  config: transformer.ModelConfig, mesh: jax.sharding.Mesh
+  trained: trained_lib.Trained, mesh: jax.sharding.Mesh
 ) -> Callable:
   """Jits () -> a sum of no gradients."""
-  shapes, shardings = train_state.param_layout(config, mesh)
+  shapes, shardings = train_state.param_layout(trained, mesh)
 
   def zeros():
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -261,17 +275,36 @@ def make_zeros(
 
 
 @functools.lru_cache
+def make_whole(
+  trained: trained_lib.Trained, mesh: jax.sharding.Mesh
+) -> Callable[[interfaces.Params, interfaces.Params | None], interfaces.Params]:
+  """(params, frozen) -> the params of the model in float32, without adapters.
+
+  Where nothing is frozen they are those that are given.
+  """
+  if trained.base is None:
+    return lambda params, frozen: params
+  _, shardings = train_state.param_layout(trained.base, mesh)
+
+  def merge(params, frozen):
+    frozen = jax.tree.map(lambda x: x.astype(jnp.float32), frozen)
+    return adapted.merge_layers(trained.whole(params, frozen))
+
+  return jax.jit(merge, out_shardings=shardings)
+
+
+@functools.lru_cache
 def make_update(
-  config: transformer.ModelConfig,
+  trained: trained_lib.Trained,
   mesh: jax.sharding.Mesh,
-  settings: train_state.OptimizerSettings,
+  settings: optimizers.OptimizerSettings,
 ) -> Callable:
   """Jits (state, gradients) -> (state, UpdateStats); the state is donated.
 
-  A gradient that is not finite leaves params, moments and step as they were.
+  A gradient that is not finite leaves the whole state as it was.
   """
-  optimizer = train_state.make_optimizer(settings)
-  schedule = train_state.make_schedule(settings)
+  optimizer = optimizers.make_optimizer(settings, trained)
+  schedule = optimizers.make_schedule(settings)
 
   def update(state, gradients):
     grad_norm = optax.tree.norm(gradients)
@@ -279,10 +312,17 @@ def make_update(
     updates, opt_state = optimizer.update(
       gradients, state.opt_state, state.params
     )
+    params = optax.apply_updates(state.params, updates)
+    average = state.average
+    if average is not None:
+      average = optax.incremental_update(
+        params, average, 1.0 - settings.average_decay
+      )
     new = train_state.TrainState(
-      params=optax.apply_updates(state.params, updates),
+      params=params,
       opt_state=opt_state,
       step=state.step + 1,
+      average=average,
     )
     kept = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, state)
     stats = UpdateStats(
@@ -292,7 +332,7 @@ def make_update(
     )
     return kept, stats
 
-  shardings = train_state.state_shardings(config, mesh, settings)
+  shardings = train_state.state_shardings(trained, mesh, settings)
   return jax.jit(
     update, donate_argnums=0, out_shardings=(shardings, shardings.step)
   )

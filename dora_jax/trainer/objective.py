@@ -4,6 +4,7 @@ The one place where names of config.trainer become functions. The train step
 knows none of them. Published objectives in these names; what is not said is
 "behavior", "none", and as the sources have their bounds:
 
+  PPO            ppo_clip; advantage gae
   GRPO           ppo_clip, sequence_mean, k3; advantage grpo
   DAPO           ppo_clip with clip_high 0.28, token_mean; overlong_penalty,
                  coordinator.filter_groups
@@ -15,7 +16,7 @@ knows none of them. Published objectives in these names; what is not said is
   LongCat-Flash-Prover
                  ppo_clip, recomputed, hispo
   decoupled PPO  ppo_clip, current (AReaL) or loglinear (A-3PO), tis
-  IMPALA         vtrace
+  IMPALA         aipo; advantage vtrace; without a critic, loss vtrace
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The trainer: groups in, the next version's params and metrics out."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,12 +20,18 @@ from dora_jax.trainer import (
   checks,
   gradients,
   health,
+  lora,
+  optimization,
+  optimizers,
   packing,
   recall,
   train_state,
 )
+from dora_jax.trainer import critic as critic_lib
 from dora_jax.trainer import objective as objective_lib
 from dora_jax.trainer import shaping as shaping_lib
+from dora_jax.trainer import trained as trained_lib
+from dora_jax.trainer.attention import base
 
 _Phase = Literal["policy", "supervised"]
 
@@ -53,16 +59,19 @@ class Trainer:
     config: transformer.ModelConfig,
     mesh: jax.sharding.Mesh,
     params: interfaces.Params,
-    optimizer: train_state.OptimizerSettings,
+    optimizer: optimizers.OptimizerSettings,
     supervised_lr: float,
     row_length: int,
     rows_per_batch: int,
     objective: objective_lib.Objective,
     advantage: advantages.Settings,
+    critic: critic_lib.Settings | None,
+    adapters: lora.Settings | None,
     shaping: shaping_lib.Shaping,
     recomputes_logprobs: bool,
     max_staleness: int,
     temperature: float,
+    attention: base.SegmentAttention,
     compute_dtype: jax.typing.DTypeLike,
     logprob_chunk: int,
     remat: bool,
@@ -81,11 +90,14 @@ class Trainer:
       rows_per_batch: rows in a micro-batch.
       objective: of the policy.
       advantage: how rewards become advantages.
+      critic: by which single tokens are judged; None where there is none.
+      adapters: which `train` trains in place of all params; None for all.
       shaping: what counts as a reward, and who is left out of the loss.
       recomputes_logprobs: at the versions that sampled, by the training
         forward; see recall.Recall for what it costs.
       max_staleness: K, how old a trajectory may be.
       temperature: at which the generators sample.
+      attention: within the segments of a row.
       compute_dtype: of the forward and backward pass; params stay float32.
       logprob_chunk: see logprobs.token_logprobs.
       remat: see logprobs.token_logprobs.
@@ -103,15 +115,20 @@ class Trainer:
       config=config,
       objective=objective,
       temperature=temperature,
+      attention=attention,
       compute_dtype=compute_dtype,
       logprob_chunk=logprob_chunk,
       remat=remat,
       hidden_sharding=hidden,
     )
-    self._optimizers: dict[_Phase, train_state.OptimizerSettings] = {
+    self._optimizers: dict[_Phase, optimizers.OptimizerSettings] = {
       "policy": optimizer,
       "supervised": dataclasses.replace(
-        optimizer, lr=supervised_lr, warmup_steps=0, schedule="constant"
+        optimizer,
+        lr=supervised_lr,
+        warmup_steps=0,
+        schedule="constant",
+        average_decay=0.0,
       ),
     }
     self._advantage = advantage
@@ -123,36 +140,48 @@ class Trainer:
       max_staleness=max_staleness,
     )
     self._alarm = alarm.TrendAlarm()
-    self._num_nonfinite = self._num_empty = 0
+    self._num_empty = 0
     self._score = gradients.make_score(self._settings, 1.0)
+    self._critic_settings = critic
+    self._adapters = adapters
+    self._critic: critic_lib.Critic | None = None
     self._enter("policy", params)
 
   def params(self) -> interfaces.Params:
-    """The float32 masters, sharded for training; valid until the next step."""
-    return self._state.params
+    """Of the model in float32, sharded for training; valid until next step."""
+    return self._policy.params()
 
   def state(self) -> train_state.TrainState:
-    """What a checkpoint must hold beside `version`; valid until next step."""
-    return self._state
+    """What a checkpoint must hold beside `version`; valid until next step.
+
+    Ends a supervised phase, of which no optimizer state is kept.
+    """
+    self._enter_policy()
+    critic = self._critic and self._critic.optimization.state
+    return dataclasses.replace(
+      self._policy.state, critic=critic, frozen=self._policy.frozen
+    )
 
   def abstract_state(self) -> train_state.TrainState:
     """Shapes, dtypes and shardings of `state`, to restore into."""
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      self._state,
+      self.state(),
     )
 
   def restore(self, state: train_state.TrainState, *, version: int) -> None:
     """Continues from a state saved after `train`; takes it over."""
-    if self._phase != "policy":
-      self._enter("policy", state.params)
-    self._state = state
+    self._enter_policy()
+    self._policy.frozen = state.frozen
+    self._policy.state = dataclasses.replace(state, critic=None, frozen=None)
+    if self._critic is not None:
+      self._critic.optimization.state = state.critic
     self.version = version
 
   def memory(self) -> dict[str, Any]:
     """What it keeps between steps beside arrays, JSON-able."""
     return {
-      "nonfinite": self._num_nonfinite,
+      "nonfinite": self._policy.num_nonfinite,
       "empty": self._num_empty,
       "alarm": self._alarm.state(),
       "recalled": list(self._recall.kept()),
@@ -164,14 +193,14 @@ class Trainer:
 
   def abstract_recalled(self, memory: Mapping[str, Any]) -> dict[str, Any]:
     """Shapes, dtypes and shardings of what `recalled` was, to restore into."""
-    abstract = self._recall.abstract(self._state.params)
+    abstract = self._recall.abstract(self.params())
     return dict.fromkeys(memory["recalled"], abstract)
 
   def remember(
     self, memory: Mapping[str, Any], recalled: Mapping[str, interfaces.Params]
   ) -> None:
     """Goes on with the memory of the trainer that was saved."""
-    self._num_nonfinite = memory["nonfinite"]
+    self._policy.num_nonfinite = memory["nonfinite"]
     self._num_empty = memory["empty"]
     self._alarm.restore(memory["alarm"])
     self._recall.restore(recalled)
@@ -191,11 +220,14 @@ class Trainer:
       row_length=self._row_length,
       rows_per_batch=self._rows_per_batch,
     )
-    if self._phase != "policy":
-      self._enter("policy", self._state.params)
-    self._recall.begin(self.version, self._state.params)
+    self._enter_policy()
+    self._recall.begin(self.version, self.params())
     if batches:
+      judged = {}
+      if self._critic is not None:
+        batches, judged = self._critic.step(batches, self.params())
       metrics, stats = self._step(batches)
+      metrics |= judged
       metrics |= health.ratio_metrics(batches, stats)
       metrics |= health.worst_trajectory(batches, stats, groups)
       alarm.watch_mismatch(self._alarm, metrics)
@@ -218,12 +250,12 @@ class Trainer:
       pairs, row_length=self._row_length, rows_per_batch=self._rows_per_batch
     )
     if self._phase != "supervised":
-      if self.version or int(self._state.step):
+      if self.version or int(self._policy.state.step):
         raise RuntimeError(
           f"Supervised training at version {self.version}: it must come before "
           "the first policy step (set config.cold_start.steps to 0 on resume)."
         )
-      self._enter("supervised", self._state.params)
+      self._enter("supervised", self.params())
     metrics, _ = self._step(batches)
     return {f"supervised/{name}": value for name, value in metrics.items()}
 
@@ -254,25 +286,44 @@ class Trainer:
     logprobs_BT, _ = self._score(params, jax.device_put(batch, self._rows))
     return np.asarray(logprobs_BT)[0, : len(tokens)]
 
+  def _enter_policy(self) -> None:
+    """Ends the supervised phase, if it is under way."""
+    if self._phase != "policy":
+      self._enter("policy", self.params())
+
   def _enter(self, phase: _Phase, params: interfaces.Params) -> None:
     """Starts a phase at these params, with a fresh optimizer state."""
-    settings = self._optimizers[phase]
-    loss = {
-      "policy": gradients.policy_loss,
-      "supervised": gradients.supervised_loss,
-    }[phase]
     config, mesh = self._settings.config, self._mesh
-    create = train_state.make_create(config, mesh, settings)
-    _, shardings = train_state.param_layout(config, mesh)
+    is_policy = phase == "policy"
+    how: dict[str, Any] = {
+      "loss_settings": self._settings,
+      "optimizer": self._optimizers[phase],
+      "mesh": mesh,
+      "loss": gradients.policy_loss if is_policy else gradients.supervised_loss,
+    }
+    trained: trained_lib.Trained = trained_lib.Policy(config)
+    start, frozen = params, None
+    if is_policy and self._adapters is not None:
+      trained = lora.Adapters(config, self._adapters)
+      start = trained.start()
+      copy = gradients.make_copy(config, mesh, self._settings.compute_dtype)
+      frozen = copy(params)
     self._phase: _Phase = phase
-    self._state = create(jax.device_put(params, shardings))
-    self._zeros = gradients.make_zeros(config, mesh)
-    self._accumulate = gradients.make_accumulate(loss, self._settings, mesh)
-    self._update = gradients.make_update(config, mesh, settings)
+    self._policy = optimization.Optimization(
+      trained=trained, params=start, frozen=frozen, **how
+    )
+    if is_policy and self._critic_settings is not None:
+      self._critic = critic_lib.Critic(
+        settings=self._critic_settings,
+        loss_settings=self._settings,
+        mesh=mesh,
+        rows=self._rows,
+        params=params,
+      )
 
   def _step(
     self, batches: Sequence[types.PackedBatch]
-  ) -> tuple[dict[str, float], list[gradients.TokenStats]]:
+  ) -> tuple[dict[str, float], Sequence[gradients.TokenStats]]:
     """One update over all micro-batches; the host waits once, at its end."""
     checks.check_vocabulary(batches, self._settings.config.vocab_size)
     objective = self._settings.objective
@@ -282,28 +333,25 @@ class Trainer:
       batches,
       constant_length=objective.constant_length,
     )
-    sums = self._zeros()
-    losses, stats = [], []
-    for batch in batches:
-      arrays = gradients.put_batch(batch, self._rows)
-      if is_policy:
-        arrays |= self._recall.logprobs(arrays, batch, version=self.version)
-      sums, loss, stat = self._accumulate(
-        self._state.params, sums, arrays, denominator
-      )
-      losses.append(loss)
-      stats.append(stat)
-    self._state, update = self._update(self._state, sums)
-    losses, stats, update = jax.device_get((losses, stats, update))
-    self._num_nonfinite += int(not update.is_applied)
+    loss, stats, update = self._policy.step(self._put(batches), denominator)
     return {
-      "loss": float(sum(losses)),
+      "loss": loss,
       "grad_norm": float(update.grad_norm),
       "lr": float(update.lr),
-      "nonfinite_steps": float(self._num_nonfinite),
+      "nonfinite_steps": float(self._policy.num_nonfinite),
       "empty_steps": float(self._num_empty),
       **health.batch_metrics(batches, stats),
     }, stats
+
+  def _put(
+    self, batches: Sequence[types.PackedBatch]
+  ) -> Iterator[dict[str, jax.Array]]:
+    """The micro-batches on the devices, with what the loss needs besides."""
+    for batch in batches:
+      arrays = gradients.put_batch(batch, self._rows)
+      if self._phase == "policy":
+        arrays |= self._recall.logprobs(arrays, batch, version=self.version)
+      yield arrays
 
   def _empty_step(self) -> dict[str, float]:
     """Counts a step of which no trajectory is trained on; changes nothing."""
@@ -317,7 +365,7 @@ class Trainer:
       "loss": 0.0,
       "grad_norm": 0.0,
       "lr": 0.0,
-      "nonfinite_steps": float(self._num_nonfinite),
+      "nonfinite_steps": float(self._policy.num_nonfinite),
       "empty_steps": float(self._num_empty),
       "num_tokens": 0.0,
     }

@@ -142,7 +142,9 @@ class WeightStore:
     """Some copy of a version that lives, wherever it is; to be read only."""
     with self._lock:
       entry = self._entry(version)
-      return entry.publication, self._origins(entry)[0].params
+      # The last is the host's or the trainer's, if one has a copy: generators
+      # have other things to do.
+      return entry.publication, self._origins(entry)[-1].params
 
   def readmit(
     self,

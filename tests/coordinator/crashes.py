@@ -39,6 +39,7 @@ def resume(saved: Saved, rng) -> world_lib.World:
   made.restore(json.loads(saved.snapshot))
   if made._view.is_training:
     world.batches.pop()  # It will be asked for again.
+    world.kept |= {*world.reused.pop()}
   needed = set(made.ledger.num_generating) - {made.newest_version}
   needed -= world.gone  # Nobody can have saved them.
   kept = {version for version in sorted(needed) if rng.random() < 0.5}

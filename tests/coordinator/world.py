@@ -5,11 +5,13 @@ from outside. So each stream of events that can reach a coordinator is some
 sequence of choices, and an empty list before the end is a deadlock.
 """
 
+import collections
 import dataclasses
 from typing import Any
 
 from dora_jax.coordinator import balance, coordinator
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base, registry
 
 # Of the balance settings; a test overrides what it is about.
@@ -59,6 +61,7 @@ class World:
     solves=lambda group_id, member: None,
     max_filtered: int | None = None,
     move_fails=lambda: False,
+    reuse=reuse_lib.NOTHING,
   ):
     options = base.Options(
       max_staleness=max_staleness,
@@ -74,6 +77,7 @@ class World:
       prompts_per_batch=prompts_per_batch,
       num_steps=num_steps,
       max_filtered=max_filtered,
+      reuse=reuse,
     )
     self.coordinator: Any = self.make_coordinator()
     made = self.coordinator.schedule
@@ -82,6 +86,9 @@ class World:
     self.is_bounded = schedule in ("dora", "partial_rollout")
     self.group_size = group_size
     self.prompts_per_batch = prompts_per_batch
+    self.reuse = reuse
+    self.reused: list[tuple[int, ...]] = []
+    self.kept: set[int] = set()
     self.fails = fails
     self.solves = solves
     self.filters = max_filtered is not None
@@ -393,5 +400,18 @@ class World:
       assert all((group_id, m) in self.done for m in range(self.group_size))
       lag = command.step - self.versions[group_id]
       assert 0 <= lag <= self.max_staleness
+    # Only what was kept can be taken again, and what is kept may be.
+    assert self.kept >= {*command.reused_ids}
+    assert len(command.reused_ids) <= self.reuse.groups_per_step
+    for group_id in command.reused_ids:
+      assert group_id in trained
+      assert 1 <= command.step - self.versions[group_id] <= self.max_staleness
     self.batches.append(command.group_ids)
+    self.reused.append(command.reused_ids)
+    uses = collections.Counter(
+      g for batch in self.batches + self.reused for g in batch
+    )
+    assert max(uses.values()) <= self.reuse.max_uses
+    assert {*command.kept_ids} <= self.kept | {*command.group_ids}
+    self.kept = {*command.kept_ids}
     self.pending.append(ev.StepDone(version=command.step + 1))

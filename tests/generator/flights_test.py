@@ -89,6 +89,21 @@ def test_whatever_happens_meanwhile_waits_for_the_chunk_under_way(seed):
   }
 
 
+def test_a_chunk_ends_early_for_one_who_waits_and_for_nobody_else():
+  limits = (2, 12, 5)
+  lane = tiny.make_lane(lanes=[(0, 2)], chunk_steps=16, stop_ids=())
+  lane.submit(
+    [
+      tiny.make_request(group_id, max_new_tokens=limit)
+      for group_id, limit in enumerate(limits)
+    ]
+  )
+  assert [t.group_id for t in lane.step()] == [0]
+  assert lane.counters.decoded_tokens == 2 * 2
+  assert [t.group_id for t in lane.step()] == [1, 2]
+  assert lane.counters.decoded_tokens == sum(limits)
+
+
 def test_after_the_first_requests_nothing_is_traced_again(monkeypatch):
   traced = []
 

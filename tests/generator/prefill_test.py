@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def test_sizes_by_hand():
   )
   # A table holds 1000 tokens, or 63 pages, in whole blocks.
   assert sizes(prefill_chunk=512) == prefill.Sizes(
-    block_pages=4, pass_blocks=1, call_passes=8, table_width=64
+    block_pages=4, pass_blocks=1, call_passes=8, table_width=64, shortens=True
   )
   assert sizes(prefill_chunk=500).call_blocks == 7
   assert sizes(prefill_chunk=63).block_pages == 3
@@ -209,9 +210,11 @@ def test_an_older_lane_gets_the_pages_of_who_is_half_prefilled():
 
 
 def test_blocks_of_one_pass_equal_blocks_one_by_one():
-  """As on accelerators, where a pass has several blocks."""
-  tokens = [tiny.make_prompt(1, 75), tiny.make_prompt(2, 40)]
-  page_ids = [list(range(1, 21)), list(range(21, 31))]
+  """As on accelerators, and for short prompts on CPUs."""
+  lengths = (75, 40, 8, 5, 3)
+  tokens = [tiny.make_prompt(*each) for each in enumerate(lengths)]
+  ends = (1, 21, 31, 33, 35, 36)
+  page_ids = [list(range(*each)) for each in itertools.pairwise(ends)]
   blocks = [
     prefill.Block(
       tokens=tokens[row][start : start + 16],
@@ -219,7 +222,7 @@ def test_blocks_of_one_pass_equal_blocks_one_by_one():
       page_ids=page_ids[row][: start // 4],
       filled=page_ids[row][start // 4 : start // 4 + 4],
     )
-    for row, length in ((0, 75), (1, 40))
+    for row, length in enumerate(lengths)
     for start in range(0, length, 16)
   ]
   compiled = jax.jit(
@@ -228,27 +231,41 @@ def test_blocks_of_one_pass_equal_blocks_one_by_one():
     )
   )
   made = []
-  for pass_blocks, call_passes in ((1, 8), (3, 3)):
+  for pass_blocks, call_passes, shortens in (
+    (1, 11, False),
+    (3, 4, False),
+    (1, 11, True),
+  ):
     sizes = prefill.Sizes(
       block_pages=4,
       pass_blocks=pass_blocks,
       call_passes=call_passes,
       table_width=28,
+      shortens=shortens,
     )
     pool = xla.XlaAttention().create_pool(
       tiny.CONFIG,
       mesh=tiny.make_mesh(),
-      num_pages=32,
+      num_pages=36,
       page_size=4,
       dtype=jnp.float32,
     )
     # What was left in the pages must not show.
     pool = jax.tree.map(lambda kv: jnp.full_like(kv, jnp.nan), pool)
-    call = prefill.gather(blocks, sizes=sizes, page_size=4)
-    pool = compiled(tiny.make_params(0), pool, jax.device_put(call))
-    # All pages of 75 and of 40 tokens.
-    filled = [*range(1, 20), *range(21, 31)]
-    made.append([np.asarray(kv)[:, filled] for kv in jax.tree.leaves(pool)])
-  for one_by_one, at_once in zip(*made, strict=True):
+    calls = prefill.gather(blocks, sizes=sizes, page_size=4)
+    assert len(calls) == 1 + shortens
+    for call in jax.device_put(calls):
+      pool = compiled(tiny.make_params(0), pool, call)
+    # All pages but one that the first sequence has not reached.
+    filled = [*range(1, 20), *range(21, 36)]
+    keys, values = np.array(pool.keys), np.array(pool.values)
+    # What lies past the end of a sequence means nothing.
+    for page, used in ((19, 3), (34, 1), (35, 3)):
+      keys[:, page, ..., used:] = 0
+      values[:, page, :, used:] = 0
+    made.append([kv[:, filled] for kv in (keys, values)])
+  for one_by_one, at_once, short in zip(*made, strict=True):
     assert np.isfinite(one_by_one).all()
     np.testing.assert_allclose(one_by_one, at_once, atol=2e-6)
+    # A CPU relies on this.
+    np.testing.assert_array_equal(one_by_one, short)

@@ -12,6 +12,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse
 from tests.coordinator import driving, fleet_test
 from tests.coordinator import world as world_lib
 from tests.invariants import no_deadlock_test
@@ -28,6 +29,7 @@ class Run(stateful.RuleBasedStateMachine):
     max_staleness=st.integers(0, 3),
     evict=st.booleans(),
     fails=st.booleans(),
+    num_reused=st.integers(0, 3),
   )
   def begin(
     self,
@@ -38,6 +40,7 @@ class Run(stateful.RuleBasedStateMachine):
     max_staleness,
     evict,
     fails,
+    num_reused,
   ):
     total = num_generators * num_slots // group_size
     self.move_fails = False
@@ -52,6 +55,7 @@ class Run(stateful.RuleBasedStateMachine):
       evict=evict,
       fails=lambda group_id, member: fails and group_id % 5 == 0,
       move_fails=lambda: self.move_fails,
+      reuse=reuse.Settings(groups_per_step=num_reused, max_uses=3),
     )
 
   @property

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from dora_jax.coordinator import events as ev
+from dora_jax.coordinator import reuse
 from tests.coordinator import crashes, driving
 from tests.coordinator import world as world_lib
 from tests.invariants import no_deadlock_test
@@ -37,6 +38,10 @@ class _Twins:
 
   def __getattr__(self, name):
     return getattr(self.first, name)
+
+
+def _reuse(groups_per_step: int) -> reuse.Settings:
+  return reuse.Settings(groups_per_step=groups_per_step, max_uses=3)
 
 
 def _check_under_way(world) -> None:
@@ -93,11 +98,12 @@ def _check_under_way(world) -> None:
   st.randoms(use_true_random=False),
   st.sampled_from(driving.PACES),
   st.sampled_from([0.0, 0.1]),
+  st.integers(0, 2),
 )
 def test_a_restored_coordinator_decides_as_the_first_would(
-  arguments, rng, pace, fault_rate
+  arguments, rng, pace, fault_rate, num_reused
 ):
-  world = world_lib.World(**arguments)
+  world = world_lib.World(**arguments, reuse=_reuse(num_reused))
   twins = _Twins(world.coordinator, world.make_coordinator)
   world.coordinator = twins
   while world.stop is None:
@@ -121,11 +127,12 @@ def test_a_restored_coordinator_decides_as_the_first_would(
   st.sampled_from(driving.PACES),
   st.sampled_from([0.0, 0.05]),
   st.sampled_from([0.02, 0.2]),
+  st.integers(0, 2),
 )
 def test_every_group_is_trained_once_over_any_crashes(
-  arguments, rng, pace, fault_rate, crash_rate
+  arguments, rng, pace, fault_rate, crash_rate, num_reused
 ):
-  world = world_lib.World(**arguments)
+  world = world_lib.World(**arguments, reuse=_reuse(num_reused))
   saved = crashes.save(world)
   num_crashes = 0
   while world.stop is None:

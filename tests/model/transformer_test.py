@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.model import attention, huggingface, transformer
+from dora_jax.model import attention, huggingface, layer_list, transformer
 from dora_jax.parallel import axes, meshes
 
 _STORIES = (
@@ -196,11 +196,17 @@ def test_kv_is_carried_through_the_layers_in_order(tiny_model):
     ),
     jnp.zeros(config.num_layers, jnp.int32),
   )
-  _, (pool, order) = transformer.forward(
+  hidden, (pool, order) = transformer.forward(
     params, config, tokens, positions, attend=attend, kv=kv
   )
   assert order.tolist() == [1, 2, 3]
   assert all(float(jnp.abs(layer).sum()) > 0 for layer in pool)
+  # So do layers that lie apart.
+  layers = layer_list.unstack(params)
+  again = transformer.forward(
+    layers, config, tokens, positions, attend=attend, kv=kv
+  )
+  _assert_near((hidden, (pool, order)), again)
 
 
 def test_remat_changes_nothing(tiny_model):

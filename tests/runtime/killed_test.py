@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from dora_jax import main
+from dora_jax.coordinator import events as ev
 from dora_jax.runtime import record, resuming
 from tests.runtime import failures_test
 
@@ -64,7 +65,7 @@ def test_killed_and_started_again_it_trains_every_group_once(tmp_path):
   versions = [
     event.version
     for event, _ in record.read_events(workdir / record.FILE_NAME)[1]
-    if type(event).__name__ == "StepDone"
+    if isinstance(event, ev.StepDone)
   ]
   assert versions == list(range(1, _NUM_STEPS + 1))
   lines = (workdir / "metrics.jsonl").read_text().splitlines()

@@ -42,6 +42,18 @@ _WRONG = [
     {"trainer__advantage": "pass_at_k", "trainer__pass_k": 5},
     ["pass_k is 5", "1 to config.coordinator.group_size, 4"],
   ),
+  (
+    {"trainer__advantage": "gae", "trainer__loss": "vtrace"},
+    ["advantage is 'gae'", 'loss "vtrace"', 'loss to "aipo"'],
+  ),
+  (
+    {"trainer__lora_rank": 4, "trainer__lora_targets": ("q_proj",)},
+    ["lora_targets is ('q_proj',)", "'query'"],
+  ),
+  (
+    {"coordinator__reuse_ratio": 0.5, "coordinator__schedule": "sync"},
+    ["reuse_ratio is 0.5", "0 versions old", "max_staleness to 1"],
+  ),
   (_PARTIAL, ["proximal is 'behavior'", "'current' or 'loglinear'"]),
   (
     {"trainer__loss": "reinforce"},
@@ -68,6 +80,8 @@ def test_objectives_that_make_no_sense_are_refused(fields, named):
   with pytest.raises(ValueError) as caught:
     pieces.make_objective(config)
     pieces.make_advantage(config)
+    pieces.make_adapters(config)
+    pieces.make_reuse(config)
   for part in named:
     assert part in str(caught.value)
 

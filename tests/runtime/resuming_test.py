@@ -38,7 +38,8 @@ def _config(**changes) -> Any:
     "generator__max_length": _LONGEST + 8,
     "generator__max_new_tokens": _LONGEST,
     "trainer__row_length": _LONGEST + 8,
-    # So that params of the past are asked for after the resume.
+    # So that params and groups of the past are asked for after the resume.
+    "coordinator__reuse_ratio": 0.5,
     "trainer__recompute_logprobs": True,
     "checkpoint__every_steps": 1,
     "checkpoint__max_to_keep": _NUM_STEPS + 1,
@@ -80,7 +81,9 @@ def whole(tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(tmp_path):
-  config = _config(coordinator__schedule="sync", trainer__kl="k3")
+  config = _config(
+    coordinator__schedule="sync", coordinator__reuse_ratio=0.0, trainer__kl="k3"
+  )
   assert tiny.run(config, tmp_path / "whole") == 0
   left = _crash(tmp_path / "whole", tmp_path / "left")
   assert tiny.run(config, left) == 0

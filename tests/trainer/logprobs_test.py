@@ -9,6 +9,7 @@ import pytest
 
 from dora_jax.model import attention, transformer
 from dora_jax.trainer import logprobs
+from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
 
@@ -27,6 +28,8 @@ def _packed(params, tokens_BT, positions_BT, segment_ids_BT, **settings):
     tokens_BT,
     positions_BT,
     segment_ids_BT,
+    attend=xla.XlaAttention().attend,
+    dtype=jnp.float32,
     learns_entropy=False,
     **settings,
   )
@@ -113,6 +116,8 @@ def test_logits_of_whole_rows_never_exist_with_chunks():
   batch, params = _batch(), tiny.make_params()
   score = functools.partial(
     logprobs.token_logprobs,
+    attend=xla.XlaAttention().attend,
+    dtype=jnp.float32,
     temperature=1.0,
     learns_entropy=False,
     remat=False,

@@ -1,12 +1,14 @@
 """Objectives whole: what they add up, and what they do with stale samples."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_jax.trainer import losses, ratios, regularizers
 from dora_jax.trainer import objective as objective_lib
 from tests.trainer import tiny
 
@@ -113,6 +115,35 @@ def test_masked_positions_have_no_influence():
   assert expected[0, [0, 1, 3]].all() and expected[0, 2] == 0.0
 
 
+@pytest.mark.parametrize(
+  "correction, kl",
+  list(
+    itertools.zip_longest(
+      ratios.CORRECTIONS, regularizers.ESTIMATES, fillvalue="k3"
+    )
+  ),
+)
+def test_log_ratios_without_measure_stay_finite(correction, kl):
+  # Of policy, behavior policy and reference, each against each.
+  sampled = _sampled(
+    behavior_logprobs_BT=[-1e4, 0.0, 0.0, -1.0],
+    recomputed_logprobs_BT=[0.0, -1e4, 0.0, -1e4],
+    ref_logprobs_BT=[-1e4, -1e4, 0.0, 0.0],
+  )
+  objective = _changed(proximal="recomputed", correction=correction, kl=kl)
+
+  @jax.jit
+  @jax.value_and_grad
+  def total(logprobs_BT):
+    entropies_BT = jnp.zeros((1, 4))
+    return objective_lib.weighted_sum(
+      logprobs_BT, entropies_BT, sampled, objective
+    )[0]
+
+  found, gradient_BT = total(np.array([[0.0, -1e4, 0.0, -1e4]], np.float32))
+  assert jnp.isfinite(found) and jnp.isfinite(gradient_BT).all()
+
+
 # The tiny bandit. A trajectory is two draws of a number, each from a discrete
 # bell around a param of its own, and earns minus the squared distances to two
 # targets. So the optimum lies inside, and feedback that comes late overshoots:
@@ -181,6 +212,11 @@ _STALE_PROOF = {
   "aipo": {"loss": "aipo"},
   "vtrace": {"loss": "vtrace"},
   "dppo_tv": {"loss": "dppo_tv", "divergence": 0.05},
+  "longcat": {
+    "loss": "dual_clip",
+    "proximal": "recomputed",
+    "correction": "tis",
+  },
   "decoupled_ppo": {**_CURRENT, "correction": "tis"},
   "loglinear": {"proximal": "loglinear", "correction": "tis"},
   "icepop": {**_CURRENT, "correction": "icepop"},
@@ -204,6 +240,15 @@ def test_objectives_reach_the_optimum_by_stale_samples(name):
   objective = _changed(**_STALE_PROOF[name])
   assert objective.is_stale_proof
   assert _error(objective, lag=3) < 0.2
+
+
+def test_every_stale_proof_choice_is_among_them():
+  tried = [_changed(**changes) for changes in _STALE_PROOF.values()]
+  bounded = {name for name, loss in losses.LOSSES.items() if loss.is_bounded}
+  assert {objective.loss for objective in tried} == bounded
+  corrections = {objective.correction for objective in tried}
+  assert corrections == {*ratios.CORRECTIONS}
+  assert {objective.proximal for objective in tried} == {*ratios.PROXIMAL}
 
 
 def test_without_a_trust_region_stale_samples_miss_the_optimum():

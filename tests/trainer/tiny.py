@@ -11,11 +11,13 @@ from dora_jax.model import transformer
 from dora_jax.trainer import (
   advantages,
   objective,
+  optimizers,
   packing,
   shaping,
-  train_state,
   train_step,
+  trained,
 )
+from dora_jax.trainer.attention import xla
 
 CONFIG = transformer.ModelConfig(
   vocab_size=16,
@@ -33,7 +35,10 @@ CONFIG = transformer.ModelConfig(
   max_positions=64,
 )
 
-OPTIMIZER = train_state.OptimizerSettings(
+POLICY = trained.Policy(CONFIG)
+
+OPTIMIZER = optimizers.OptimizerSettings(
+  kind="adamw",
   lr=1e-2,
   warmup_steps=0,
   total_steps=100,
@@ -43,8 +48,10 @@ OPTIMIZER = train_state.OptimizerSettings(
   # Large, so that the update is smooth in the gradient: with a small one Adam
   # would turn the rounding of a vanishing gradient into a full step.
   eps=1e-3,
+  momentum=0.95,
   weight_decay=0.0,
   clip_norm=1.0,
+  average_decay=0.0,
 )
 
 OBJECTIVE = objective.Objective(
@@ -118,10 +125,13 @@ def make_trainer(**changes) -> train_step.Trainer:
     "rows_per_batch": 4,
     "objective": OBJECTIVE,
     "advantage": ADVANTAGE,
+    "critic": None,
+    "adapters": None,
     "shaping": SHAPING,
     "recomputes_logprobs": False,
     "max_staleness": 2,
     "temperature": 1.0,
+    "attention": xla.XlaAttention(),
     "compute_dtype": jnp.float32,
     "logprob_chunk": 8,
     "remat": False,

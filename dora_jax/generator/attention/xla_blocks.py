@@ -17,7 +17,8 @@ def block_attention(
   """Attention of blocks to all before them, which also fills their pages.
 
   Args:
-    start_R: position of each block's first token, a multiple of its tokens.
+    start_R: position of each block's first token, a multiple of the tokens that
+      fit into the pages that it fills; it may have fewer.
     page_table_RC: pages of each block's sequence in order of position; those
       before it are full, be it by another block of the same pass.
     filled_RW: where each page's worth of tokens goes. What lies past the end of
@@ -28,12 +29,17 @@ def block_attention(
   """
 
   def attend(query_RTKGH, key_RTKH, value_RTKH, pool, layer):
+    num_tokens = filled_RW.shape[1] * xla_pages.page_size_of(pool)
+    num_given = query_RTKGH.shape[1]
+    query_RTKGH, key_RTKH, value_RTKH = (
+      _fill_up(rows, num_tokens) for rows in (query_RTKGH, key_RTKH, value_RTKH)
+    )
     shape = key_RTKH.shape
     flat = lambda rows_RTKH: rows_RTKH.reshape(-1, *shape[2:])
     pool = xla_pages.write_pages(
       pool, layer, filled_RW.reshape(-1), flat(key_RTKH), flat(value_RTKH)
     )
-    block_R = start_R // shape[1]
+    block_R = start_R // num_tokens
 
     def attend_before(block, sums):
       page_ids_RW = _pages_of(page_table_RC, block, filled_RW.shape[1])
@@ -48,7 +54,7 @@ def block_attention(
         query_RTKGH, key_RSKH, value_RSKH, is_seen_R111[..., 0], sums
       )
 
-    causal_1TS = jnp.tril(jnp.ones((1, shape[1], shape[1]), bool))
+    causal_1TS = jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
     # Each token sees itself, so that all maxima are finite from here on.
     sums = _attend_block(
       query_RTKGH, key_RTKH, value_RTKH, causal_1TS, _no_sums(query_RTKGH)
@@ -57,9 +63,18 @@ def block_attention(
       0, block_R.max(), attend_before, sums
     )
     out_RTKGH = jnp.moveaxis(out_RKGTH / total_RKGT1, 3, 1)
-    return out_RTKGH.astype(query_RTKGH.dtype), pool
+    return out_RTKGH[:, :num_given].astype(query_RTKGH.dtype), pool
 
   return attend
+
+
+def _fill_up(
+  rows: Float[Array, "R T *rest"], num_tokens: int
+) -> Float[Array, "R S *rest"]:
+  """Makes blocks of one length, so that short ones come out alike."""
+  fill = [(0, 0)] * rows.ndim
+  fill[1] = (0, num_tokens - rows.shape[1])
+  return jnp.pad(rows, fill)
 
 
 def _read(

@@ -128,7 +128,9 @@ def _time_step(
   times_s = []
   for _ in range(4):
     start_s = time.perf_counter()
-    pool, slots, chunk = engine.decode(served, pool, slots)
+    pool, slots, chunk = engine.decode(
+      served, pool, slots, enough_ended=len(entries)
+    )
     jax.block_until_ready(chunk)
     times_s.append((time.perf_counter() - start_s) / num_steps)
   return min(times_s[1:])

@@ -1,0 +1,30 @@
+"""Params as a list of layers in place of stacked ones, for CPUs.
+
+A CPU copies what it slices off a stack, so that it would move a layer's weights
+about as often as it multiplies by them.
+"""
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from dora_jax import interfaces
+
+
+def unstack(params: interfaces.Params) -> interfaces.Params:
+  """The same params, as `transformer.forward` takes them layer after layer.
+
+  They are copies, split over devices as before.
+  """
+  blocks = params["blocks"]
+  num_layers = jax.tree.leaves(blocks)[0].shape[0]
+  take = lambda layer: jax.tree.map(lambda leaf: _slice(leaf, layer), blocks)
+  return params | {"blocks": [take(layer) for layer in range(num_layers)]}
+
+
+def _slice(leaf: Array, layer: int) -> Array:
+  sharding = leaf.sharding
+  if isinstance(sharding, NamedSharding):
+    spec = PartitionSpec(*sharding.spec[1:])
+    sharding = NamedSharding(sharding.mesh, spec)
+  return jax.device_put(leaf[layer], sharding)

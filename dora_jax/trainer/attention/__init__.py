@@ -1,0 +1,1 @@
+"""Attention within the segments of packed rows, on whatever devices."""
