@@ -11,7 +11,7 @@ BIN := .venv/bin
 # What a run does not import need not be compiled to bytecode.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: quickstart test slow check parity
+.PHONY: quickstart test slow check parity chaos
 
 quickstart: .venv/core.stamp
 	$(BIN)/python -m dora_jax.main --config=configs/quickstart.py \
@@ -22,6 +22,9 @@ test: .venv/dev.stamp
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m slow
+
+chaos: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.chaos --out=runs/chaos
 
 parity: .venv/parity.stamp
 	$(BIN)/python -m pytest -m parity

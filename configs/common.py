@@ -98,6 +98,8 @@ def _task() -> config_dict.ConfigDict:
   task.reward_params = config_dict.ConfigDict()  # of the reward; open
   task.reward_workers = 1  # processes
   task.reward_timeout_s = 10.0  # of one score, from when a worker begins it
+  task.reward_memory_gib = 8.0  # of address space, of each of these processes
+  task.reward_network = False  # whether rewards may use the network
   # More tries for a completion without a reward, before it is quarantined.
   task.reward_retries = 1
   return task

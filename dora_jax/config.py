@@ -19,6 +19,7 @@ from ml_collections import config_dict
 # A ConfigDict; pyright cannot type its fields.
 Config = Any
 
+_LARGEST = 2**31 - 1
 _CHOICES: dict[str, tuple[str, ...]] = {
   "model.source": ("random", "huggingface"),
   "model.compute_dtype": ("float32", "bfloat16"),
@@ -37,13 +38,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # fmt: off
 # By the least value with which something could run.
 _FROM_ZERO = (
+  "seed", "task.seed", "trainer.b1", "trainer.b2",
   "task.size", "task.num_heldout", "task.num_epochs", "cold_start.steps",
   "mesh.host_devices", "generator.num_pages", "coordinator.max_staleness",
   "coordinator.num_steps", "coordinator.balance_period_s",
   "coordinator.reuse_ratio",
   "generator.top_k", "generator.repeated_tokens",
   "trainer.lora_rank", "trainer.warmup_steps", "trainer.momentum",
-  "trainer.ema_decay",
+  "trainer.ema_decay", "trainer.weight_decay",
   "trainer.weight_floor", "trainer.sequence_floor", "trainer.trace_decay",
   "trainer.kl_coefficient", "trainer.entropy_coefficient",
   "trainer.overlong_penalty", "evaluation.every_steps",
@@ -68,11 +70,14 @@ _SHAPE_FROM_ONE = (
   "model.width", "model.mlp_width", "model.num_layers", "model.num_heads",
   "model.num_kv_heads", "model.head_width",
 )
-_BELOW_ONE = ("trainer.momentum", "trainer.ema_decay")
+_BELOW_ONE = (
+  "trainer.b1", "trainer.b2", "trainer.momentum", "trainer.ema_decay",
+)
 _AT_MOST_ONE = ("trainer.discount", "trainer.trace_decay")
 _ABOVE_ZERO = (
-  "task.reward_timeout_s", "cold_start.lr", "generator.temperature",
-  "coordinator.kv_pressure",
+  "task.reward_timeout_s", "task.reward_memory_gib", "cold_start.lr",
+  "generator.temperature", "coordinator.kv_pressure",
+  "model.rope_theta", "model.norm_eps",
   "trainer.lr", "trainer.lora_alpha", "trainer.critic_lr", "trainer.discount",
   "trainer.value_clip", "trainer.eps", "trainer.clip_norm", "trainer.clip_low",
   "trainer.clip_high", "trainer.clip_loss", "trainer.divergence",
@@ -87,6 +92,10 @@ def load(path: str | pathlib.Path) -> Config:
 
   The file imports `configs.common`: the repository's root is on the path.
   """
+  if not pathlib.Path(path).is_file():
+    raise FileNotFoundError(
+      f"There is no file {str(path)!r}: set --config to a config file."
+    )
   spec = importlib.util.spec_from_file_location("config_file", path)
   if spec is None or spec.loader is None:
     raise ValueError(f"--config={path} is not a Python file: name a NAME.py.")
@@ -216,6 +225,18 @@ def _check_values(config: Config) -> None:
       raise _wrong(config, field, "at most 1")
   rollout_groups(config)
   chunks_ahead(config)
+  for field in sorted(_field_names(config)):
+    _check_number(config, field)
+
+
+def _check_number(config: Config, field: str) -> None:
+  """Numbers that arrays, clocks and seeds cannot take fail far from here."""
+  value = _get(config, field)
+  if isinstance(value, float) and not math.isfinite(value):
+    raise _wrong(config, field, "a finite number")
+  is_count = isinstance(value, int) and not isinstance(value, bool)
+  if is_count and abs(value) > _LARGEST:
+    raise _wrong(config, field, f"at most {_LARGEST}")
 
 
 def _check_at_least(config: Config, fields: Sequence[str], least: int) -> None:
@@ -236,10 +257,22 @@ def _check_sources(config: Config) -> None:
   for user, (field, chosen) in needed.items():
     if user.split()[0] == chosen and not _get(config, field):
       raise _wrong(config, field, f"given, for there is a {user}")
+  if not all(_is_id(token) for token in config.tokenizer.stop_ids):
+    raise _wrong(config, "tokenizer.stop_ids", "a tuple of token ids")
+  if config.tokenizer.stop_ids and config.tokenizer.kind == "char":
+    raise _wrong(
+      config,
+      "tokenizer.stop_ids",
+      'empty where config.tokenizer.kind is "char"',
+    )
   if config.task.chat and config.tokenizer.kind == "char":
     raise _wrong(
       config, "task.chat", 'False where config.tokenizer.kind is "char"'
     )
+
+
+def _is_id(token: Any) -> bool:
+  return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def _check_devices(config: Config, *, num_devices: int) -> None:
@@ -313,7 +346,7 @@ def _check_sampling(config: Config) -> None:
     raise _wrong(config, "generator.min_p", "from 0 to 1")
   if generator.repetitions < 2:
     raise _wrong(config, "generator.repetitions", "at least 2")
-  if isinstance(generator.stop_strings, str) or not all(generator.stop_strings):
+  if not all(s and isinstance(s, str) for s in generator.stop_strings):
     raise _wrong(
       config, "generator.stop_strings", "a tuple of strings that are not empty"
     )
@@ -353,8 +386,10 @@ def _wrong(config: Config, field: str, needed: str) -> ValueError:
 
 
 def _get(config: Config, field: str) -> Any:
-  section, name = field.split(".")
-  return config[section][name]
+  value = config
+  for name in field.split("."):
+    value = value[name]
+  return value
 
 
 def _field_names(config: Config) -> set[str]:

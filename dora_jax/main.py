@@ -34,9 +34,11 @@ from dora_jax.runtime import (
   local,
   part,
   pieces,
+  progress,
   resuming,
   watchdog,
 )
+from dora_jax.runtime import workdir as workdir_lib
 
 EXIT_BROKEN = 1
 EXIT_CONFIG = 2
@@ -166,6 +168,11 @@ def main(argv: list[str]) -> int:
       raise ValueError(
         f"Arguments {argv[1:]} mean nothing: use --config.FIELD."
       )
+    # Else all would be written where the command happens to be started.
+    if not flags.FLAGS.workdir:
+      raise ValueError(
+        "--workdir is empty: give a folder for all that is made."
+      )
     prepare_devices(config)
     config_lib.validate(config, num_devices=len(jax.devices()))
     pieces.make_objective(config)
@@ -180,12 +187,17 @@ def main(argv: list[str]) -> int:
         follow,
         num_past=found.extras["num_events"] if found else 0,
       )
+    workdir_lib.prepare(workdir)
   except (ValueError, FileNotFoundError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {progress.printable(str(error))}", file=sys.stderr)
     return EXIT_CONFIG
   command = shlex.join(["python", "-m", "dora_jax.main", *sys.argv[1:]])
   try:
     status = run(config, workdir, command=command, follow=follow)
+  except build.CannotBuild as error:
+    logging.debug("Where it was found:", exc_info=True)
+    print(f"error: {progress.printable(str(error))}", file=sys.stderr)
+    status = EXIT_CONFIG
   except local.PartFailed as error:
     logging.exception("The run has ended: %s", error)
     status = EXIT_BROKEN
@@ -233,9 +245,22 @@ def define_flags() -> None:
   flags.mark_flags_as_required(["config", "workdir"])
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses the flags; what cannot be parsed ends the program in one line."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(EXIT_CONFIG)
+
+
 if __name__ == "__main__":
-  if (wrong := unknown_field(sys.argv[1:])) is not None:
+  try:
+    wrong = unknown_field(sys.argv[1:])
+  except (ValueError, FileNotFoundError) as error:
+    wrong = str(error)
+  if wrong is not None:
     print(f"error: {wrong}", file=sys.stderr)
     sys.exit(EXIT_CONFIG)
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

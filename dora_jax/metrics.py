@@ -6,6 +6,7 @@ a line, so that it survives a crash and can be read while the run goes on.
 
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -97,10 +98,16 @@ def mend(path: pathlib.Path) -> int:
     return last_step
   with path.open("r+b") as file:
     good_bytes = 0
-    for line in file:
+    for number, line in enumerate(file, start=1):
       if not line.endswith(b"\n"):
         file.truncate(good_bytes)
         break
       good_bytes += len(line)
-      last_step = max(last_step, json.loads(line)["step"])
+      try:
+        last_step = max(last_step, operator.index(json.loads(line)["step"]))
+      except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+          f"{path}, line {number}: holds nothing of a step ({error}): the "
+          "file is damaged. Move it away, or give another --workdir."
+        ) from error
   return last_step

@@ -1,5 +1,7 @@
 """Hugging Face's config.json to ModelConfig and back, family by family."""
 
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,9 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
 }
 
+# A layer is many arrays, and each is looked for by its name.
+_MOST_LAYERS = 10_000
+_MOST_OF_ANYTHING = 2**31 - 1
 _LLAMA3_KEYS = {
   "factor": "factor",
   "low_freq_factor": "low_freq_factor",
@@ -22,29 +27,29 @@ _LLAMA3_KEYS = {
 def from_hf(hf: Mapping[str, Any]) -> transformer.ModelConfig:
   """The ModelConfig of a parsed config.json; refuses what it cannot honour."""
   model_type = _required(hf, "model_type")
-  if model_type not in ARCHITECTURES:
+  if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
     raise ValueError(
       f"config.json has model_type {model_type!r} but the families known here "
       f"are {sorted(ARCHITECTURES)}: choose another model in config.model."
     )
   _refuse_variants(hf)
   theta, scaling = _read_rope(hf)
-  num_heads = _required(hf, "num_attention_heads")
+  num_heads = _count(hf, "num_attention_heads")
   return transformer.ModelConfig(
-    vocab_size=_required(hf, "vocab_size"),
-    width=_required(hf, "hidden_size"),
-    mlp_width=_required(hf, "intermediate_size"),
-    num_layers=_required(hf, "num_hidden_layers"),
+    vocab_size=_count(hf, "vocab_size"),
+    width=_count(hf, "hidden_size"),
+    mlp_width=_count(hf, "intermediate_size"),
+    num_layers=_count(hf, "num_hidden_layers", most=_MOST_LAYERS),
     num_heads=num_heads,
-    num_kv_heads=_required(hf, "num_key_value_heads"),
+    num_kv_heads=_read_kv_heads(hf, num_heads),
     head_width=_read_head_width(hf, model_type),
     rope_theta=theta,
-    norm_eps=float(_required(hf, "rms_norm_eps")),
+    norm_eps=_size(hf, "rms_norm_eps"),
     qk_norm=model_type == "qwen3",
     qkv_bias=model_type == "qwen2",
     # Left out, it means untied in all three families.
     tied_head=bool(hf.get("tie_word_embeddings", False)),
-    max_positions=_required(hf, "max_position_embeddings"),
+    max_positions=_count(hf, "max_position_embeddings"),
     rope_scaling=scaling,
   )
 
@@ -52,7 +57,11 @@ def from_hf(hf: Mapping[str, Any]) -> transformer.ModelConfig:
 def stop_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
   """The token ids that end a completion: eos_token_id is an int or a list."""
   stop = _required(hf, "eos_token_id")
-  return (stop,) if isinstance(stop, int) else tuple(stop)
+  found = tuple(stop) if isinstance(stop, list) else (stop,)
+  for token_id in found:
+    if isinstance(token_id, bool) or not isinstance(token_id, int):
+      raise _wrong("eos_token_id", stop, "a token id or a list of them")
+  return found
 
 
 def to_hf(config: transformer.ModelConfig) -> dict[str, Any]:
@@ -101,10 +110,49 @@ def _required(hf: Mapping[str, Any], key: str) -> Any:
   return hf[key]
 
 
+def _count(
+  hf: Mapping[str, Any], key: str, *, most: int = _MOST_OF_ANYTHING
+) -> int:
+  """A number of things; of a size that an array could have."""
+  value = _required(hf, key)
+  is_int = isinstance(value, int) and not isinstance(value, bool)
+  if not is_int or not 1 <= value <= most:
+    raise _wrong(key, value, f"a whole number from 1 to {most}")
+  return value
+
+
+def _size(hf: Mapping[str, Any], key: str) -> float:
+  """A finite number above 0."""
+  value = _required(hf, key)
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  # Compared with a float's largest, so that no conversion can overflow.
+  if not is_number or not 0 < value <= sys.float_info.max:
+    raise _wrong(key, value, "a finite number above 0")
+  return float(value)
+
+
+def _wrong(key: str, value: Any, needed: str) -> ValueError:
+  return ValueError(
+    f"config.json has {key} = {reprlib.repr(value)} but it must be {needed}: "
+    "correct it, or choose another model in config.model."
+  )
+
+
+def _read_kv_heads(hf: Mapping[str, Any], num_heads: int) -> int:
+  num_kv_heads = _count(hf, "num_key_value_heads")
+  if num_heads % num_kv_heads:
+    raise _wrong(
+      "num_key_value_heads",
+      num_kv_heads,
+      f"a divisor of num_attention_heads, {num_heads}",
+    )
+  return num_kv_heads
+
+
 def _read_head_width(hf: Mapping[str, Any], model_type: str) -> int:
   # Qwen3 chooses its head width freely; elsewhere it is the width's share.
   if hf.get("head_dim") is not None or model_type == "qwen3":
-    return _required(hf, "head_dim")
+    return _count(hf, "head_dim")
   width, num_heads = hf["hidden_size"], hf["num_attention_heads"]
   if width % num_heads:
     raise ValueError(
@@ -120,10 +168,13 @@ def _read_rope(
   """Base and stretching; transformers 4 and 5 keep them in different keys."""
   # Old files say rope_theta and rope_scaling, new ones rope_parameters.
   settings = {"rope_theta": hf.get("rope_theta")}
-  settings |= hf.get("rope_scaling") or {}
-  settings |= hf.get("rope_parameters") or {}
+  for key in ("rope_scaling", "rope_parameters"):
+    found = hf.get(key) or {}
+    if not isinstance(found, Mapping):
+      raise _wrong(key, found, "an object")
+    settings |= found
   rope_type = settings.get("rope_type", settings.get("type", "default"))
-  theta = float(_required(settings, "rope_theta"))
+  theta = _size(settings, "rope_theta")
   if settings.get("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError(
       "config.json has partial_rotary_factor "
@@ -137,12 +188,25 @@ def _read_rope(
       f"config.json has rope_type {rope_type!r} but 'default' and 'llama3' are "
       "what is known here: choose another model in config.model."
     )
-  values = {o: _required(settings, key) for o, key in _LLAMA3_KEYS.items()}
-  return theta, rope.Llama3Scaling(**values)
+  low, high = (_size(settings, f"{e}_freq_factor") for e in ("low", "high"))
+  if low >= high:
+    raise _wrong("low_freq_factor", low, f"below high_freq_factor, {high}")
+  return theta, rope.Llama3Scaling(
+    factor=_size(settings, "factor"),
+    low_freq_factor=low,
+    high_freq_factor=high,
+    original_max_positions=_count(settings, "original_max_position_embeddings"),
+  )
 
 
 def _refuse_variants(hf: Mapping[str, Any]) -> None:
   """Raises on settings that would change the forward pass."""
+  if "auto_map" in hf:
+    raise ValueError(
+      f"config.json has auto_map = {reprlib.repr(hf['auto_map'])}: the model "
+      "is defined by code of its own, which is never run here. Choose another "
+      "model in config.model."
+    )
   # Left out, each of these means the value needed here.
   needed = {
     "hidden_act": "silu",
@@ -161,7 +225,10 @@ def _refuse_variants(hf: Mapping[str, Any]) -> None:
       )
   # Qwen's files name a window that use_sliding_window leaves unused.
   windowed = "use_sliding_window" not in hf and hf.get("sliding_window")
-  sliding = "sliding_attention" in (hf.get("layer_types") or ())
+  layer_types = hf.get("layer_types") or []
+  if not isinstance(layer_types, list):
+    raise _wrong("layer_types", layer_types, "a list")
+  sliding = "sliding_attention" in layer_types
   if windowed or sliding:
     raise ValueError(
       f"config.json has sliding_window = {hf.get('sliding_window')} in use but "

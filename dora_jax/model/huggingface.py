@@ -6,6 +6,7 @@ is read, so that the host never holds more than one weight (all its layers).
 
 import json
 import pathlib
+import reprlib
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -140,7 +141,19 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
       f"{path} does not exist but a checkpoint needs it: change config.model "
       "to a folder in Hugging Face's layout."
     )
-  return json.loads(path.read_text())
+  try:
+    found = json.loads(path.read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(
+      f"{path} is not JSON that can be read ({error}): fetch it again, or "
+      "change config.model."
+    ) from error
+  if not isinstance(found, dict):
+    raise ValueError(
+      f"{path} holds {reprlib.repr(found)}, but it must hold a JSON object: "
+      "fetch it again, or change config.model."
+    )
+  return found
 
 
 def _expected_shapes(

@@ -13,6 +13,8 @@ from safetensors import numpy as safetensors_numpy
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# What pickle reads may run code as it is read.
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class TensorFiles:
@@ -51,18 +53,40 @@ def open_folder(folder: pathlib.Path) -> Iterator[TensorFiles]:
 
 def _find_files(folder: pathlib.Path) -> list[pathlib.Path]:
   index = folder / _INDEX
-  if index.exists():
-    weight_map = json.loads(index.read_text())["weight_map"]
-    paths = [folder / name for name in sorted(set(weight_map.values()))]
-  else:
-    paths = [folder / _SINGLE]
+  names = _named_by_index(index) if index.exists() else [_SINGLE]
+  paths = [folder / name for name in names]
   for path in paths:
     if not path.exists():
+      others = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED)
+      hint = (
+        f" {others[0]} is never read, for to open it can run code."
+        if others
+        else ""
+      )
       raise FileNotFoundError(
         f"{path} does not exist but the checkpoint needs it: complete the "
-        "folder, or change config.model."
+        f"folder, or change config.model.{hint}"
       )
   return paths
+
+
+def _named_by_index(index: pathlib.Path) -> list[str]:
+  """The files of the folder that an index names, each once."""
+  try:
+    found = json.loads(index.read_text(encoding="utf-8"))
+    names = {str(name) for name in found["weight_map"].values()}
+  except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+      f"{index} maps no tensors to files ({type(e).__name__}: {e}): fetch it "
+      "again, or change config.model."
+    ) from e
+  for name in names:
+    if pathlib.Path(name).name != name or not name.endswith(".safetensors"):
+      raise ValueError(
+        f"{index} names the file {name!r}, but it must be a .safetensors file "
+        "of the same folder: correct it, or change config.model."
+      )
+  return sorted(names)
 
 
 def _open_file(path: pathlib.Path) -> Any:

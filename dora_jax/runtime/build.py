@@ -60,6 +60,13 @@ class Run:
   saver: saving.Saver
 
 
+class CannotBuild(ValueError):
+  """What the config names cannot be made into a run: a file, a row, a reward.
+
+  The message of what was met, which is its cause.
+  """
+
+
 @contextlib.contextmanager
 def build(
   config: Config,
@@ -77,6 +84,9 @@ def build(
     completion_limit: the length of each completion, which no stop token cuts
       short: for benchmarks. None gives all config.generator.max_new_tokens at
       most.
+
+  Raises:
+    CannotBuild: what the config names cannot be used.
   """
   # Before anything is written, for it may be another run's workdir.
   found = resuming.find(config, workdir)
@@ -89,7 +99,11 @@ def build(
     json.dumps(config.to_dict(), indent=2, default=list) + "\n"
   )
   with contextlib.ExitStack() as stack:
-    yield _build(config, workdir, stack, gate, found, completion_limit)
+    try:
+      made = _build(config, workdir, stack, gate, found, completion_limit)
+    except (ValueError, FileNotFoundError, reward_pool.CannotStart) as error:
+      raise CannotBuild(str(error)) from error
+    yield made
 
 
 def _build(
@@ -116,6 +130,8 @@ def _build(
       reward_kwargs=config.task.reward_params.to_dict(),
       num_workers=config.task.reward_workers,
       timeout_s=config.task.reward_timeout_s,
+      memory_bytes=int(config.task.reward_memory_gib * 2**30),
+      has_network=config.task.reward_network,
       retries=config.task.reward_retries,
     )
   )

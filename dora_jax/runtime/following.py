@@ -22,6 +22,8 @@ FREE = (
   "model.folder",
   "task.heldout_path",
   "task.path",
+  "task.reward_memory_gib",
+  "task.reward_network",
   "task.reward_retries",
   "task.reward_timeout_s",
   "task.reward_workers",

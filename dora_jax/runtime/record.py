@@ -40,6 +40,8 @@ _FLUSH_LINES = 256
 _FLUSH_S = 1.0
 _GZIP = 31  # zlib's wbits for a gzip stream with the largest window
 _READ_BYTES = 1 << 16
+# What JSON of another shape raises where it is taken for an event.
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class EventWriter:
@@ -148,25 +150,31 @@ def read_events(
     as they are asked for.
 
   Raises:
-    ValueError: the file has no whole line, or other code has written it.
+    ValueError: the file has no whole line, or other code has written it; an
+      event, as it is asked for, cannot be read.
   """
   lines = _whole_lines(path)
   first = next(lines, None)
   if first is None:
     raise ValueError(f"{path} has no whole line: it records no run.")
-  head = json.loads(first)
-  if head["format"] != _FORMAT:
+  try:
+    head = json.loads(first)
+    found, fields = head["format"], dict(head["fields"])
+    arguments = dict(head["arguments"])
+  except _BROKEN as error:
+    raise _unreadable(path, 1, error) from error
+  if found != _FORMAT:
     raise ValueError(
-      f"{path} has format {head['format']}, but this code reads {_FORMAT}: "
+      f"{path} has format {found}, but this code reads {_FORMAT}: "
       "read it with the code that wrote it."
     )
-  for name, fields in head["fields"].items():
-    if fields != _FIELDS.get(name):
+  for name, its_fields in fields.items():
+    if its_fields != _FIELDS.get(name):
       raise ValueError(
-        f"{path} holds events {name} with the fields {fields}, but this code's "
-        f"have {_FIELDS.get(name)}: read it with the code that wrote it."
+        f"{path} holds events {name} with the fields {its_fields}, but this "
+        f"code's have {_FIELDS.get(name)}: read it with the code that wrote it."
       )
-  return head["arguments"], map(_decode, lines)
+  return arguments, _decode_all(path, lines)
 
 
 def _whole_lines(path: pathlib.Path) -> Iterator[bytes]:
@@ -175,8 +183,34 @@ def _whole_lines(path: pathlib.Path) -> Iterator[bytes]:
   tail = b""
   with path.open("rb") as file:
     while part := file.read(_READ_BYTES):
-      *lines, tail = (tail + decompressor.decompress(part)).split(b"\n")
+      try:
+        text = decompressor.decompress(part)
+      except zlib.error as error:
+        raise ValueError(
+          f"{path} is no record of a run, or is damaged ({error})."
+        ) from error
+      *lines, tail = (tail + text).split(b"\n")
       yield from lines
+
+
+def _decode_all(
+  path: pathlib.Path, lines: Iterator[bytes]
+) -> Iterator[TimedEvent]:
+  for number, line in enumerate(lines, start=2):
+    try:
+      event = _decode(line)
+    except _BROKEN as error:
+      raise _unreadable(path, number, error) from error
+    yield event
+
+
+def _unreadable(
+  path: pathlib.Path, number: int, error: Exception
+) -> ValueError:
+  return ValueError(
+    f"{path}, line {number}: holds nothing that a run has recorded "
+    f"({type(error).__name__}: {error}): the file is damaged."
+  )
 
 
 def _decode(line: bytes) -> TimedEvent:

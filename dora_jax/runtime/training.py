@@ -106,6 +106,10 @@ class TrainerPart(part.Part):
       publication = self._store.publish(version, params, holder="coordinator")
     logprobs = self._trainer.logprobs_of(params, self._canary.tokens)
     self._canary.expected[version] = logprobs[1:]
+    # Of versions that nobody can be sent any more.
+    alive = self._store.versions()
+    for gone in self._canary.expected.keys() - {version, *alive}:
+      del self._canary.expected[gone]
     self._trace.span(
       self._publish_track,
       f"v{version}",

@@ -3,8 +3,17 @@
 import difflib
 import importlib
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+_SHORTENER = reprlib.Repr()
+_SHORTENER.maxstring = _SHORTENER.maxother = _SHORTENER.maxlong = 100
+
+
+def shorten(value: Any) -> str:
+  """A value's repr, cut to what a message can hold; escapes what is unseen."""
+  return _SHORTENER.repr(value)
 
 
 def check_name(

@@ -167,7 +167,10 @@ class PromptTask:
     problems = []
     for prompt_id, example in enumerate(source):
       text = self._renderer.render(example.question)
-      tokens = np.asarray(self._tokenizer.encode(text), np.int32)
+      try:
+        tokens = np.asarray(self._tokenizer.encode(text), np.int32)
+      except ValueError as error:
+        raise ValueError(f"Prompt {prompt_id}: {error}") from error
       if self._is_too_long(prompt_id, tokens):
         self.num_skipped += 1
         continue

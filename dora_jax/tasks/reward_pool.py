@@ -3,6 +3,8 @@
 A reward runs code that hangs, crashes or leaks. So it runs in a process of its
 own: one over its deadline is killed, with whatever it started, and replaced.
 What cannot be scored is tried again, then it is an error, never a reward of 0.
+A reward has limits of memory, files and descriptors, an empty folder to work
+in, and no network unless asked for (confine.py tells how far that holds).
 
 The processes are plain subprocesses and not those of `multiprocessing`: its
 "spawn" imports the parent's main module, and with it JAX, into every child, and
@@ -19,6 +21,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Hashable, Mapping
 from multiprocessing import connection
@@ -27,10 +30,18 @@ from typing import Any
 from absl import logging
 
 from dora_jax import types
+from dora_jax.tasks import confine
 
 # Importing a reward's libraries takes seconds, on a busy machine many.
 _START_TIMEOUT_S = 120.0
+# More than a reward needs, and less than what fills a disk.
+_FILE_BYTES = 1 << 30
+_NUM_FILES = 256
 _WORKER_MODULE = "dora_jax.tasks.reward_worker"
+
+
+class CannotStart(RuntimeError):
+  """A worker cannot score at all: there is no such reward, or it fails."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +104,8 @@ class RewardPool:
   A job's time counts from when a worker that is ready gets it.
 
   Attributes:
+    network_held: by what rewards are kept from the network, confine.ENFORCED or
+      confine.GUARDED; empty where they may use it.
     num_replaced: workers that were killed or died, and were replaced.
   """
 
@@ -103,6 +116,8 @@ class RewardPool:
     reward_kwargs: Mapping[str, Any],
     num_workers: int,
     timeout_s: float,
+    memory_bytes: int,
+    has_network: bool,
     retries: int,
   ):
     """Starts the workers and waits until all are ready.
@@ -112,10 +127,13 @@ class RewardPool:
       reward_kwargs: further arguments of the reward.
       num_workers: number of processes.
       timeout_s: longest time for one completion.
+      memory_bytes: most of the address space of each process; a reward that
+        asks for more gets a MemoryError.
+      has_network: whether rewards may use the network.
       retries: how often one is tried again after an error, at most.
 
     Raises:
-      RuntimeError: a worker cannot start; says what it met.
+      CannotStart: says what a worker met.
     """
     if num_workers < 1:
       raise ValueError(
@@ -128,12 +146,20 @@ class RewardPool:
     self._reward = reward
     self._reward_kwargs = dict(reward_kwargs)
     self._timeout_s = timeout_s
+    self._limits = confine.Limits(
+      memory_bytes=memory_bytes,
+      file_bytes=_FILE_BYTES,
+      num_files=_NUM_FILES,
+    )
+    self._has_network = has_network
+    self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     self._retries = retries
     self.num_replaced = 0
     self._waiting = collections.deque[_Job]()
     self._pending: set[Hashable] = set()
     self._results: list[ScoreResult] = []
     self._workers: list[_Worker] = []
+    self.network_held = ""
     try:
       for _ in range(num_workers):
         self._workers.append(self._start())
@@ -143,6 +169,12 @@ class RewardPool:
     except BaseException:
       self.close()
       raise
+    if self.network_held == confine.GUARDED:
+      logging.warning(
+        "Rewards are kept from the network %s: this system grants no"
+        " namespace. Code that means to get round them can.",
+        confine.GUARDED,
+      )
 
   def __enter__(self) -> "RewardPool":
     return self
@@ -182,7 +214,7 @@ class RewardPool:
       timeout_s: longest wait where none is done; 0 only looks.
 
     Raises:
-      RuntimeError: a worker that replaced another cannot start.
+      CannotStart: a worker that replaced another.
     """
     until_s = time.monotonic() + timeout_s
     while True:
@@ -203,15 +235,17 @@ class RewardPool:
     self._waiting.clear()
     self._pending.clear()
     self._results.clear()
+    self._folder.cleanup()
 
   def _start(self) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     # The child must find the user's reward where we would.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
     with theirs:
       process = subprocess.Popen(
         [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno())],
         env={**os.environ, "PYTHONPATH": paths},
+        cwd=self._folder.name,
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         # A group of its own: it dies with all that it started, and Ctrl-C on
@@ -220,7 +254,15 @@ class RewardPool:
       )
     # Later than the parent's deadline, so that the parent is the one to tell.
     exit_after_s = 2 * self._timeout_s + 5
-    ours.send((self._reward, self._reward_kwargs, exit_after_s))
+    ours.send(
+      (
+        self._reward,
+        self._reward_kwargs,
+        exit_after_s,
+        self._limits,
+        self._has_network,
+      )
+    )
     return _Worker(
       process=process,
       channel=ours,
@@ -267,12 +309,13 @@ class RewardPool:
       self._replace(worker)
       return
     if kind == "failed":
-      raise RuntimeError(
+      raise CannotStart(
         f"The reward {self._reward!r} (config.task.reward) cannot start:"
         f" {message}"
       )
     if kind == "ready":
       worker.is_ready = True
+      self.network_held = message
     else:
       assert worker.job is not None
       if kind == "scored":
@@ -315,7 +358,7 @@ class RewardPool:
     ending = f"signal {-code}" if code < 0 else f"exit status {code}"
     if not worker.is_ready:
       limit = f"after {_START_TIMEOUT_S} s" if is_overdue else f"({ending})"
-      raise RuntimeError(
+      raise CannotStart(
         f"A worker of reward {self._reward!r} (config.task.reward) ended"
         f" {limit} before it was ready."
       )

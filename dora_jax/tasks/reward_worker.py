@@ -1,7 +1,8 @@
 """A process that scores completions, one after another, until its pipe closes.
 
 Started by reward_pool.py. It holds no JAX, so that it starts at once and takes
-no device.
+no device. Before it imports a reward it lowers what it may use and, unless the
+reward asks for it, leaves the network.
 """
 
 import faulthandler
@@ -9,11 +10,13 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing import connection
-from typing import Literal
+from typing import Any, Literal
 
-from dora_jax.tasks import rewards
+from dora_jax.tasks import confine
 
+_LONGEST_MESSAGE = 1000
 # What a worker sends: that it is ready, that it cannot start, what it scored.
 Reply = tuple[
   Literal["ready", "failed", "scored", "error"], float, dict[str, float], str
@@ -37,28 +40,39 @@ def main() -> None:
 
 def serve(channel: connection.Connection) -> None:
   """Reads what to score by, says that it is ready, then scores for ever."""
-  name, kwargs, exit_after_s = channel.recv()
+  name, kwargs, exit_after_s, limits, has_network = channel.recv()
+  confine.limit(limits)
+  held = "" if has_network else confine.leave_network()
+  # Only now, for what it imports starts threads, and confine wants one.
+  from dora_jax.tasks import rewards
+
   try:
     reward = rewards.build(name, kwargs)
   # Whatever a user's module raises as it is imported is for the parent to tell.
   except Exception as error:
     channel.send(("failed", 0.0, {}, describe(error)))
     return
-  channel.send(("ready", 0.0, {}, ""))
+
+  def judge(prompt: Any, completion: str) -> tuple[float, dict[str, float]]:
+    return rewards.check_score(reward(prompt, completion))
+
+  channel.send(("ready", 0.0, {}, held))
   while True:
-    channel.send(score(reward, channel.recv_bytes(), exit_after_s=exit_after_s))
+    channel.send(score(judge, channel.recv_bytes(), exit_after_s=exit_after_s))
 
 
 def score(
-  reward: rewards.Reward, payload: bytes, *, exit_after_s: float
+  judge: Callable[..., tuple[float, dict[str, float]]],
+  payload: bytes,
+  *,
+  exit_after_s: float,
 ) -> Reply:
   """Scores one pickled pair (prompt, completion)."""
   # The parent ends a worker that hangs. Should the parent be dead, the worker
   # ends itself; a timer in C also works where Python is stuck.
   faulthandler.dump_traceback_later(exit_after_s, exit=True)
   try:
-    prompt, completion = pickle.loads(payload)
-    value, components = rewards.check_score(reward(prompt, completion))
+    value, components = judge(*pickle.loads(payload))
   # Any failure of a reward is a result: the completion has no score, not 0.
   except (Exception, SystemExit) as error:
     return "error", 0.0, {}, describe(error)
@@ -68,8 +82,15 @@ def score(
 
 
 def describe(error: BaseException) -> str:
-  """Type and message of an exception."""
-  return f"{type(error).__name__}: {error}"
+  """Type and message of an exception, of a length that a log can take."""
+  try:
+    message = str(error)
+  # The class may be a user's, and its text fail in any way.
+  except Exception as worse:
+    message = f"(its text raises {type(worse).__name__})"
+  if len(message) > _LONGEST_MESSAGE:
+    message = f"{message[:_LONGEST_MESSAGE]} … ({len(message)} characters)"
+  return f"{type(error).__name__}: {message}"
 
 
 if __name__ == "__main__":

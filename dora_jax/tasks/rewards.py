@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from dora_jax import types
-from dora_jax.tasks import lookup
+from dora_jax.tasks import code_reward, lookup
 
 Reward = Callable[..., float | Mapping[str, float]]
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def exact_match(prompt: types.Prompt, completion: str) -> float:
@@ -112,6 +113,7 @@ def _generator(name: str, pickled_parameters: bytes) -> Any:
 
 
 REWARDS: Mapping[str, Reward] = {
+  "code_output": code_reward.code_output,
   "exact_match": exact_match,
   "first_number": first_number,
   "math_verify": math_verify,
@@ -120,6 +122,7 @@ REWARDS: Mapping[str, Reward] = {
 
 # A problem for each reward, with one right and one wrong completion.
 _SELF_TESTS: Mapping[str, tuple[str, Mapping[str, Any], str, str]] = {
+  "code_output": ("7", {}, "```python\nprint(3 + 4)\n```", "print(8)"),
   "exact_match": ("7", {}, " 7\n", "8"),
   "first_number": ("7", {}, " 7, 8", "8, 7"),
   "math_verify": ("\\frac{1}{2}", {}, "so it is $0.5$", "so it is $0.4$"),
@@ -146,7 +149,9 @@ def build(name: str, kwargs: Mapping[str, Any]) -> Reward:
   reward = lookup.find_function(
     name, REWARDS, what="reward", field="config.task.reward"
   )
-  lookup.check_keywords(reward, kwargs, num_positional=2, field="reward_kwargs")
+  lookup.check_keywords(
+    reward, kwargs, num_positional=2, field="config.task.reward_params"
+  )
   bound = functools.partial(reward, **kwargs)
   if name in _SELF_TESTS:
     self_test(name, bound)
@@ -185,16 +190,24 @@ def check_score(value: Any) -> tuple[float, dict[str, float]]:
   """The reward and its components, of what a reward function returned.
 
   Raises:
-    ValueError: it is no real finite number, or a mapping without "reward".
+    ValueError: it is no real number that float32 can hold, or a mapping without
+      "reward" or with names that are no text.
   """
   if not isinstance(value, Mapping):
     return _check_number(value, "the reward"), {}
+  for name in value:
+    if not isinstance(name, str):
+      raise ValueError(
+        f"The reward returned a component named {lookup.shorten(name)} of type"
+        f" {type(name).__name__}, but names must be text."
+      )
   if "reward" not in value:
     raise ValueError(
-      f"The reward returned components {sorted(value)} without 'reward'."
+      f"The reward returned components {lookup.shorten(sorted(value))} without"
+      " 'reward'."
     )
   components = {
-    str(name): _check_number(part, f"component {name!r}")
+    str(name): _check_number(part, f"component {lookup.shorten(name)}")
     for name, part in value.items()
   }
   return components.pop("reward"), components
@@ -204,9 +217,18 @@ def _check_number(value: Any, what: str) -> float:
   # bool is an int to Python; as a reward it is a comparison gone astray.
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise ValueError(
-      f"{what} is {value!r} of type {type(value).__name__}, but it must be a"
-      " real number."
+      f"{what} is {lookup.shorten(value)} of type {type(value).__name__}, but"
+      " it must be a real number."
     )
-  if not math.isfinite(value):
-    raise ValueError(f"{what} is {float(value)}, but it must be finite.")
-  return float(value)
+  try:
+    number = float(value)
+  except OverflowError:
+    number = math.inf
+  if not math.isfinite(number):
+    raise ValueError(f"{what} is {number}, but it must be finite.")
+  # Groups hold rewards in float32, where more would become infinite unseen.
+  if abs(number) > _LARGEST:
+    raise ValueError(
+      f"{what} is {number:.3g}, but its size must be at most {_LARGEST:.3g}."
+    )
+  return number

@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow
 from pyarrow import parquet
 
 from dora_jax.tasks import lookup
@@ -226,7 +228,9 @@ def read_file(
     field="config.task.extract",
   )
   if not pathlib.Path(path).is_file():
-    raise FileNotFoundError(f"There is no file {path!r}: set config.task.path.")
+    raise FileNotFoundError(
+      f"There is no file {path!r}: set config.task.path or heldout_path."
+    )
   examples = [
     _parse_row(row, where=where, columns=columns, extract=extract)
     for where, row in itertools.islice(rows(pathlib.Path(path)), size or None)
@@ -258,14 +262,16 @@ def _parse_row(
 ) -> Example:
   if not isinstance(row, dict):
     raise ValueError(
-      f"{where}: holds {row!r}, but a row must map names to values."
+      f"{where}: holds {lookup.shorten(row)}, but a row must map names to"
+      " values."
     )
   texts = {}
   for role, column in columns.items():
     if column not in row:
       raise ValueError(
-        f"{where}: has no column {column!r}, only {sorted(row)}: correct the"
-        f" row or config.task.columns.{role}."
+        f"{where}: has no column {column!r}, only"
+        f" {lookup.shorten(sorted(row))}: correct the row or"
+        f" config.task.columns.{role}."
       )
     texts[role] = _text(row[column], where=where, column=column)
   try:
@@ -284,36 +290,72 @@ def _text(value: Any, *, where: str, column: str) -> str:
   """A column's value as text; numbers as one writes them (8.0 is "8")."""
   if isinstance(value, float) and value.is_integer():
     return str(int(value))
-  if isinstance(value, bool) or not isinstance(value, str | int | float):
+  is_finite = not isinstance(value, float) or math.isfinite(value)
+  is_known = isinstance(value, str | int | float) and is_finite
+  if isinstance(value, bool) or not is_known:
     raise ValueError(
-      f"{where}: column {column!r} holds {value!r}, but it must hold text or a"
-      " number."
+      f"{where}: column {column!r} holds {lookup.shorten(value)}, but it must"
+      " hold text or a finite number."
     )
-  return str(value)
+  text = str(value)
+  try:
+    # JSON can spell half of a character, which no tokenizer takes.
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"{where}: column {column!r} holds {lookup.shorten(text)}, which is no"
+      f" Unicode text ({error.reason} at character {error.start})."
+    ) from error
+  return text
 
 
 def jsonl_rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
   """The objects of a file with one JSON object a line; blank lines are none."""
-  with path.open(encoding="utf-8") as lines:
+  # By bytes, so that a line that is no text can be named too.
+  with path.open("rb") as lines:
     for number, line in enumerate(lines, start=1):
       if not line.strip():
         continue
       try:
-        yield f"{path}, line {number}", json.loads(line)
-      except json.JSONDecodeError as error:
+        row = json.loads(
+          line.decode("utf-8"), object_pairs_hook=_without_repeats
+        )
+      # Not only of JSON: of UTF-8 too, and of numbers of too many digits; what
+      # is nested too deeply is the last.
+      except (ValueError, RecursionError) as error:
         raise ValueError(
-          f"{path}, line {number}: is not JSON ({error}): {line[:80]!r}."
+          f"{path}, line {number}: is not JSON that can be read ({error}):"
+          f" {lookup.shorten(line)}: correct or remove the line, or set"
+          " config.task.path to another file."
         ) from error
+      yield f"{path}, line {number}", row
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """An object, in which JSON would let the last of equal names win."""
+  made = dict(pairs)
+  if len(made) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"the name {lookup.shorten(twice)} stands there twice")
+  return made
 
 
 def parquet_rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
   """The rows of a Parquet file, read by batches."""
   number = 0
-  with parquet.ParquetFile(path) as file:
-    for batch in file.iter_batches():
-      for row in batch.to_pylist():
-        number += 1
-        yield f"{path}, row {number}", row
+  try:
+    with parquet.ParquetFile(path) as file:
+      for batch in file.iter_batches():
+        for row in batch.to_pylist():
+          number += 1
+          yield f"{path}, row {number}", row
+  # Of the file; what its reader raises of a row is raised outside of here.
+  except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    raise ValueError(
+      f"{path}, after row {number}: is no whole Parquet file ({error}): fetch"
+      " it again, or set config.task.path to another file."
+    ) from error
 
 
 def _as_is(answer: str) -> str:

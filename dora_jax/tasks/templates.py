@@ -65,9 +65,10 @@ class ChatTemplate:
     # Slow to import, and only chat models need it.
     import transformers
 
-    # Not AutoTokenizer: where torch is installed, that imports it.
+    # Not AutoTokenizer: where torch is installed, that imports it. Neither is
+    # a folder looked up elsewhere, nor code run that lies in it.
     self._tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-      folder
+      folder, local_files_only=True, trust_remote_code=False
     )
     if self._tokenizer.chat_template is None:
       raise ValueError(

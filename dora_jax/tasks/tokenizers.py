@@ -13,6 +13,7 @@ from dora_jax.tasks import lookup
 PAD_ID = 0
 STOP_ID = 1
 _NUM_SPECIAL = 2
+_LARGEST_ID = 2**32 - 1
 
 
 class CharTokenizer:
@@ -45,8 +46,8 @@ class CharTokenizer:
     outside = [c for c in text if c not in self._id_of]
     if outside:
       raise ValueError(
-        f"Character {outside[0]!r} of {text!r} is not in the alphabet"
-        f" {self._alphabet!r}: add it to config.tokenizer.alphabet."
+        f"Character {outside[0]!r} of {lookup.shorten(text)} is not in the"
+        f" alphabet {self._alphabet!r}: add it to config.tokenizer.alphabet."
       )
     return [self._id_of[c] for c in text]
 
@@ -87,7 +88,14 @@ class HfTokenizer:
         f"{path} is missing: set config.tokenizer.folder to a folder that"
         " holds tokenizer.json."
       )
-    self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    # The library raises nothing more special of a file that it cannot read.
+    except Exception as error:
+      raise ValueError(
+        f"{path} is no tokenizer that can be read ({error}): fetch it again, or"
+        " set config.tokenizer.folder to another folder."
+      ) from error
     # A file may ask for truncation or padding of its own, which would cut
     # prompts unseen.
     self._tokenizer.no_truncation()
@@ -106,11 +114,27 @@ class HfTokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Token ids of a text; special tokens only where the text spells them."""
+    try:
+      text.encode("utf-8")
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"{lookup.shorten(text)} is no Unicode text ({error.reason} at"
+        f" character {error.start}): correct the row, config.task.template"
+        " or few_shot."
+      ) from error
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def decode(self, token_ids: Sequence[int]) -> str:
-    """The text of token ids; stop tokens and padding leave no trace."""
+    """The text of token ids; stop tokens and padding leave no trace.
+
+    Nor do ids from vocab_size on, for a model may have more than the tokenizer.
+    """
     ids = [int(i) for i in token_ids if int(i) not in self.stop_ids]
+    if ids and (min(ids) < 0 or max(ids) > _LARGEST_ID):
+      raise ValueError(
+        f"Token ids reach from {min(ids)} to {max(ids)}, but a tokenizer knows"
+        f" 0 to {_LARGEST_ID} at most."
+      )
     return self._tokenizer.decode(ids, skip_special_tokens=True)
 
   def _stop_ids_of(self, folder: pathlib.Path) -> tuple[int, ...]:
@@ -119,13 +143,18 @@ class HfTokenizer:
     The tokenizer's own comes first: it ends a turn, where the lists of
     generation_config.json may begin with the one that ends a document.
     """
-    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    path = folder / "tokenizer_config.json"
+    token = _read_json(path).get("eos_token")
     if isinstance(token, dict):
-      token = token["content"]
+      token = token.get("content")
+    if not isinstance(token, str | None):
+      raise ValueError(
+        f"{path} has eos_token {lookup.shorten(token)}, but it must be text:"
+        " set config.tokenizer.stop_ids."
+      )
     found = [] if token is None else [self._id_of(token, folder)]
     for name in ("generation_config.json", "config.json"):
-      ids = _read_json(folder / name).get("eos_token_id")
-      found += [] if ids is None else [ids] if isinstance(ids, int) else ids
+      found += _token_ids(folder / name)
     if not found:
       raise ValueError(
         f"No file in {folder} names an end token: set"
@@ -143,11 +172,36 @@ class HfTokenizer:
     return token_id
 
 
+def _token_ids(path: pathlib.Path) -> list[int]:
+  """The ids of eos_token_id, which is one or a list; none where it is not."""
+  ids = _read_json(path).get("eos_token_id")
+  found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+  for token_id in found:
+    if isinstance(token_id, bool) or not isinstance(token_id, int):
+      raise ValueError(
+        f"{path} has eos_token_id {lookup.shorten(ids)}, but it must be an id"
+        " or a list of ids: set config.tokenizer.stop_ids."
+      )
+  return found
+
+
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  """What a JSON file holds; nothing where there is no file."""
+  """The object that a JSON file holds; nothing where there is no file."""
   if not path.is_file():
     return {}
-  return json.loads(path.read_text(encoding="utf-8"))
+  try:
+    found = json.loads(path.read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(
+      f"{path} is not JSON that can be read ({error}): fetch it again, or set"
+      " config.tokenizer.folder to another folder."
+    ) from error
+  if not isinstance(found, dict):
+    raise ValueError(
+      f"{path} holds {lookup.shorten(found)}, but it must hold a JSON object:"
+      " fetch it again."
+    )
+  return found
 
 
 def load(

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,14 @@ def behave(prompt, completion, *, how="one"):
     os._exit(3)
   if completion == "jax":
     return float("jax" in sys.modules)
+  if completion == "memory":
+    return float(len(bytearray(8 << 30)))
+  if completion == "files":
+    return float(len([os.open(os.devnull, os.O_RDONLY) for _ in range(999)]))
+  if completion == "network":
+    socket.create_connection(("127.0.0.1", 9), timeout=1.0)
+  if completion == "folder":
+    return float(not os.listdir())
   if completion == "interrupt":
     os.kill(os.getpid(), signal.SIGINT)
     return 1.0
@@ -37,6 +46,9 @@ def behave(prompt, completion, *, how="one"):
     "none": None,
     "parts": {"reward": 0.5, "format": 1.0},
     "partless": {"format": 1.0},
+    "numbered": {"reward": 1.0, 7: 1.0},
+    "huge": 1e300,
+    "list": [1.0, 1.0],
     "length": len(prompt.tokens),
   }
   return values[completion]

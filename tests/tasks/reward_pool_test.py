@@ -23,13 +23,21 @@ def make_prompt(answer="7", num_tokens=3):
 
 
 def make_pool(
-  reward=ODD, num_workers=2, timeout_s=30.0, retries=0, **reward_kwargs
+  reward=ODD,
+  num_workers=2,
+  timeout_s=30.0,
+  memory_bytes=2 << 30,
+  has_network=False,
+  retries=0,
+  **reward_kwargs,
 ):
   return reward_pool.RewardPool(
     reward=reward,
     reward_kwargs=reward_kwargs,
     num_workers=num_workers,
     timeout_s=timeout_s,
+    memory_bytes=memory_bytes,
+    has_network=has_network,
     retries=retries,
   )
 
@@ -76,6 +84,12 @@ def test_failure_is_an_error_and_never_a_reward():
     "bool": "is True of type bool",
     "none": "is None of type NoneType",
     "partless": "['format'] without 'reward'",
+    "numbered": "a component named 7 of type int",
+    "huge": "is 1e+300, but its size must be at most 3.4e+38",
+    "list": "is [1.0, 1.0] of type list",
+    "memory": "MemoryError",
+    "files": "Too many open files",
+    "network": "rror",
   }
   before = children()
   with make_pool() as pool:
@@ -85,7 +99,7 @@ def test_failure_is_an_error_and_never_a_reward():
     for name, words in expected.items():
       assert results[name].reward is None
       assert words in results[name].error, results[name].error
-    for name in ("one", "length", "parts", "jax", "interrupt"):
+    for name in ("one", "length", "parts", "jax", "interrupt", "folder"):
       pool.submit(name, make_prompt(), name)
     results = drain(pool)
     assert len(children() - before) == 2
@@ -95,6 +109,7 @@ def test_failure_is_an_error_and_never_a_reward():
     "parts": 0.5,
     "jax": 0.0,  # A worker that held JAX would be slow, and hold a device.
     "interrupt": 1.0,  # Ctrl-C is the parent's.
+    "folder": 1.0,  # It works in an empty one.
   }
   assert results["parts"].components == {"format": 1.0}
 
@@ -140,7 +155,8 @@ def test_worker_ends_with_its_parent():
     "from dora_jax import types\n"
     "from dora_jax.tasks import reward_pool\n"
     "pool = reward_pool.RewardPool(reward='exact_match', reward_kwargs={},"
-    " num_workers=1, timeout_s=30.0, retries=0)\n"
+    " num_workers=1, timeout_s=30.0, retries=0, memory_bytes=2 << 30,"
+    " has_network=False)\n"
     "print(pool._workers[0].process.pid, flush=True)\n"
     "os._exit(0)\n"
   )
