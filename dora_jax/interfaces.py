@@ -130,13 +130,18 @@ class Trainer(Protocol):
   """Turns groups into the next version's params."""
 
   version: int
+  skipped: str | None
 
   def params(self) -> Params:
     """The current params, as the trainer holds them; valid until `train`."""
     ...
 
   def train(self, groups: Sequence[types.Group]) -> Mapping[str, float]:
-    """Makes one training step, advances `version` by one, returns metrics."""
+    """Makes one training step, advances `version` by one, returns metrics.
+
+    A step that changes nothing leaves `version` as it is, and says why in
+    `skipped`, which is None after any other.
+    """
     ...
 
 

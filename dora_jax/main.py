@@ -27,6 +27,7 @@ from ml_collections import config_flags
 
 from dora_jax import checkpoint
 from dora_jax import config as config_lib
+from dora_jax.coordinator import stepping
 from dora_jax.runtime import (
   build,
   cold_start,
@@ -114,6 +115,14 @@ def run(
       "harder or easier, or raise config.coordinator.group_size or "
       "filter_patience.",
       config.coordinator.filter_patience * config.coordinator.prompts_per_batch,
+    )
+    return EXIT_NOTHING_LEARNT
+  if reason == "steps_skipped":
+    logging.error(
+      "The run has ended: %d steps in a row changed nothing, as their gradient "
+      "was not finite or no token was left to train on. Lower "
+      "config.trainer.lr, or look at config.trainer.mask_truncated.",
+      stepping.MOST_SKIPPED,
     )
     return EXIT_NOTHING_LEARNT
   return EXIT_BROKEN if broken or failed else 0

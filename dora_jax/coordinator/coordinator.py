@@ -179,6 +179,8 @@ class Coordinator:
         self._note_loaded(event, now_s)
       case ev.StepDone():
         self._note_step_done(event, now_s)
+      case ev.StepSkipped():
+        self._note_step_skipped(event, now_s)
       case ev.Tick():
         if self.balancer.is_due(now_s):
           self._trigger = "period"
@@ -328,6 +330,13 @@ class Coordinator:
     self._may_train = True
     if self.balancer.settings.on_step:
       self._trigger = "step"
+
+  def _note_step_skipped(self, event: ev.StepSkipped, now_s: float) -> None:
+    self._stepping.skip(event, now_s)
+    self._may_train = self._serving.must_release = True
+    self._serving.note_idle()
+    if self._stepping.num_skipped_in_row >= stepping.MOST_SKIPPED:
+      self._is_stopping = "steps_skipped"
 
   def _note_lost(
     self, event: ev.GeneratorLost, now_s: float

@@ -176,6 +176,19 @@ class StepDone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSkipped:
+  """A step has changed nothing, and no version comes of it.
+
+  Attributes:
+    step: which; it is made of other groups.
+    reason: why they are dropped, a counter's name.
+  """
+
+  step: int
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataExhausted:
   """Only the groups 0 … num_groups − 1 exist."""
 
@@ -208,6 +221,7 @@ Event = (
   | Scored
   | ScoreFailed
   | StepDone
+  | StepSkipped
   | DataExhausted
   | StopRequested
 )

@@ -321,10 +321,7 @@ class Ledger:
       self.in_batch[group_id] = group.version
       self.tokens.ready -= group.num_tokens
       self.tokens.in_batch += group.num_tokens
-      self.lag_counts[step - group.version] += self.group_size
-      in_flight = group.ready_at - group.version
-      self.lag_sums["in_flight"] += in_flight * self.group_size
-      self.lag_sums["in_queue"] += (step - group.ready_at) * self.group_size
+      self._count_lag(group, step, self.group_size)
 
   def commit(self) -> None:
     """Marks the batch as trained."""
@@ -333,6 +330,16 @@ class Ledger:
       num_tokens = self._closed.pop(group_id).num_tokens
       self.tokens.in_batch -= num_tokens
       self.tokens.trained += num_tokens
+    self.in_batch.clear()
+    self.tokens.check()
+
+  def reject(self, reason: str, *, step: int) -> None:
+    """Drops the batch of a step that came to nothing."""
+    for group_id in self.in_batch:
+      group = self._closed.pop(group_id)
+      self.tokens.in_batch -= group.num_tokens
+      self._count_lag(group, step, -self.group_size)
+      self._count_dropped(reason, group.lengths)
     self.in_batch.clear()
     self.tokens.check()
 
@@ -488,6 +495,12 @@ class Ledger:
     del self.open[group.group_id]
     _add(self.num_unfinished, group.version, -1)
     self.tokens.open -= sum(group.lengths)
+
+  def _count_lag(self, group: ClosedGroup, step: int, number: int) -> None:
+    _add(self.lag_counts, step - group.version, number)
+    in_flight = group.ready_at - group.version
+    self.lag_sums["in_flight"] += in_flight * number
+    self.lag_sums["in_queue"] += (step - group.ready_at) * number
 
   def _count_dropped(self, reason: str, lengths: Sequence[int]) -> None:
     self.tokens.dropped[reason] += sum(lengths)

@@ -10,7 +10,7 @@ Source: the replay buffer with a reuse ratio of LongCat-Flash-Thinking
 import collections
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -93,6 +93,12 @@ class Reuse:
     for group_id, version in batch.items():
       self._versions[group_id] = version
       self._uses[group_id] = 1
+
+  def withdraw(self, group_ids: Collection[int]) -> None:
+    """Forgets new groups of a step on which nothing was trained."""
+    for group_id in group_ids:
+      self._versions.pop(group_id, None)
+      self._uses.pop(group_id, None)
 
   def kept(self, step: int) -> tuple[int, ...]:
     """Groups that a step after this one may take again."""

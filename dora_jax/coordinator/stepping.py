@@ -7,6 +7,9 @@ from dora_jax.coordinator import events as ev
 from dora_jax.coordinator import reuse as reuse_lib
 from dora_jax.coordinator.schedules import base
 
+# Steps in a row that came to nothing, after which going on is no use.
+MOST_SKIPPED = 10
+
 
 class Stepping:
   """Starts and ends steps as the schedule has it.
@@ -15,6 +18,7 @@ class Stepping:
     wait_s: seconds in which the trainer stood idle, by cause: "data", or
       "straggler" where R1 alone held back a batch that was there.
     reuse: what steps take again.
+    num_skipped_in_row: steps that came to nothing since the last that did not.
   """
 
   def __init__(
@@ -31,6 +35,7 @@ class Stepping:
     self._held_since_s: float | None = None
     self._step_started_s = 0.0
     self._step_s = 0.0
+    self.num_skipped_in_row = 0
     # Of the step that was started last.
     self._reused_ids: tuple[int, ...] = ()
     self._kept_ids: tuple[int, ...] = ()
@@ -43,6 +48,7 @@ class Stepping:
       "held_since_s": self._held_since_s,
       "step_started_s": self._step_started_s,
       "step_s": self._step_s,
+      "num_skipped_in_row": self.num_skipped_in_row,
       "wait_s": dict(self.wait_s),
       "reused_ids": list(self._reused_ids),
       "kept_ids": list(self._kept_ids),
@@ -55,6 +61,7 @@ class Stepping:
     self._held_since_s = state["held_since_s"]
     self._step_started_s = state["step_started_s"]
     self._step_s = state["step_s"]
+    self.num_skipped_in_row = state["num_skipped_in_row"]
     self.wait_s = dict(state["wait_s"])
     self._reused_ids = tuple(state["reused_ids"])
     self._kept_ids = tuple(state["kept_ids"])
@@ -129,7 +136,30 @@ class Stepping:
     view.ledger.commit()
     view.newest_version = event.version
     view.is_training = False
+    self.num_skipped_in_row = 0
     self._step_s = now_s - self._step_started_s
+    self._idle_since_s = now_s
+
+  def skip(self, event: ev.StepSkipped, now_s: float) -> None:
+    """Notes that the step under way came to nothing, and drops its groups.
+
+    Raises:
+      ValueError: it is not under way.
+    """
+    view = self._view
+    if not view.is_training or event.step != view.newest_version:
+      raise ValueError(
+        f"Step {event.step} was skipped, but "
+        + (
+          f"step {view.newest_version} is under way."
+          if view.is_training
+          else "no step is under way."
+        )
+      )
+    self.reuse.withdraw(view.ledger.in_batch)
+    view.ledger.reject(event.reason, step=event.step)
+    view.is_training = False
+    self.num_skipped_in_row += 1
     self._idle_since_s = now_s
 
   def waits(self) -> list[tuple[str, str]]:

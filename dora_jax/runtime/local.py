@@ -250,6 +250,8 @@ class LocalRuntime:
           self._hear_score(result)
       case training.Stepped():
         self._hear_step(message)
+      case training.Skipped():
+        self._feed(ev.StepSkipped(step=message.step, reason=message.reason))
       case ev.StopRequested():
         self._results.note(f"stopping: {message.reason}")
         self._feed(message)

@@ -357,6 +357,9 @@ def _counterpart(event: ev.Event) -> _Key | None:
       return "Scored", event.group_id, event.member
     case ev.StepDone():
       return "StepDone", event.version
+    case ev.StepSkipped():
+      # Others of the same step may follow.
+      return "StepSkipped", event.step
     case ev.Moved():
       return "Moved", event.source_id, event.target_id
     case ev.Cancelled():

@@ -16,6 +16,7 @@ from dora_jax.coordinator import coordinator as coordinator_lib
 from dora_jax.coordinator import ledger as ledger_lib
 from dora_jax.runtime import evaluation as evaluation_lib
 from dora_jax.runtime import generating, progress, summary
+from dora_jax.trainer import train_step
 from dora_jax.weights import store as store_lib
 
 # Shorter waits come and go too fast to be read.
@@ -300,7 +301,12 @@ class Recorder:
       self.note(line)
     # What was generated and judged in full, and teaches nothing, breaks no
     # promise.
-    allowed = (ledger_lib.ALL_SOLVED, ledger_lib.NONE_SOLVED)
+    allowed = (
+      ledger_lib.ALL_SOLVED,
+      ledger_lib.NONE_SOLVED,
+      train_step.NO_TOKEN,
+      train_step.NONFINITE,
+    )
     judged = {
       **values,
       "dropped": values["dropped"] - sum(dropped.get(r, 0) for r in allowed),

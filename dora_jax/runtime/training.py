@@ -28,6 +28,14 @@ class Stepped:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Skipped:
+  """A step has changed nothing; see interfaces.Trainer.train."""
+
+  step: int
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveOrder:
   """Save the trainer's version with what belongs to it.
 
@@ -208,6 +216,9 @@ class TrainerPart(part.Part):
     self._underway = self._trainer.state()
     metrics = dict(self._trainer.train(groups))
     self._underway = None
+    if self._trainer.skipped is not None:
+      self._skip(step, self._trainer.skipped, metrics, start_s)
+      return
     trained_s = time.perf_counter()
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()
@@ -226,6 +237,29 @@ class TrainerPart(part.Part):
     self.busy_s += time.perf_counter() - start_s
     self._post(Stepped(version=step + 1, metrics=metrics))
 
+  def _skip(
+    self,
+    step: int,
+    reason: str,
+    metrics: Mapping[str, float],
+    start_s: float,
+  ) -> None:
+    """Publishes nothing: generators have what the step would give them."""
+    logging.warning(
+      "Step %d is made of other groups: %s (loss %.3g, gradient norm %.3g, "
+      "worst in group %.0f, member %.0f). Its groups are dropped.",
+      step,
+      reason,
+      metrics["train/loss"],
+      metrics["train/grad_norm"],
+      metrics.get("train/worst_group_id", math.nan),
+      metrics.get("train/worst_member", math.nan),
+    )
+    end_s = time.perf_counter()
+    self._trace.span(self._track, f"step {step} ({reason})", start_s, end_s)
+    self.busy_s += end_s - start_s
+    self._post(Skipped(step=step, reason=reason))
+
   def _check_changed(
     self, publication: store_lib.Publication, metrics: Mapping[str, float]
   ) -> None:
@@ -240,8 +274,7 @@ class TrainerPart(part.Part):
       RuntimeError: it is published in full, and nothing has changed.
     """
     grad_norm, lr = metrics["train/grad_norm"], metrics["train/lr"]
-    # A gradient that is not finite is not applied.
-    has_moved = math.isfinite(grad_norm) and grad_norm > 0 and lr > 0
+    has_moved = grad_norm > 0 and lr > 0
     if publication.num_changed or not has_moved:
       return
     found = (

@@ -35,6 +35,10 @@ from dora_jax.trainer.attention import base
 
 _Phase = Literal["policy", "supervised"]
 
+# Why a step has changed nothing.
+NONFINITE = "nonfinite_gradient"
+NO_TOKEN = "no_token_to_train_on"
+
 
 class Trainer:
   """Params, optimizer and train step on one mesh with axes (fsdp, tensor).
@@ -141,6 +145,7 @@ class Trainer:
     )
     self._alarm = alarm.TrendAlarm()
     self._num_empty = 0
+    self.skipped: str | None = None
     self._score = gradients.make_score(self._settings, 1.0)
     self._critic_settings = critic
     self._adapters = adapters
@@ -208,6 +213,9 @@ class Trainer:
   def train(self, groups: Sequence[types.Group]) -> Mapping[str, float]:
     """Makes one training step, advances `version` by one, returns metrics.
 
+    A step whose gradient is not finite, or that has no token to train on,
+    changes nothing and makes no version: `skipped` says which of them.
+
     Raises:
       ValueError: see batching.make_step.
     """
@@ -226,16 +234,20 @@ class Trainer:
       judged = {}
       if self._critic is not None:
         batches, judged = self._critic.step(batches, self.params())
+      num_before = self._policy.num_nonfinite
       metrics, stats = self._step(batches)
+      is_applied = self._policy.num_nonfinite == num_before
+      self.skipped = None if is_applied else NONFINITE
       metrics |= judged
       metrics |= health.ratio_metrics(batches, stats)
       metrics |= health.worst_trajectory(batches, stats, groups)
       alarm.watch_mismatch(self._alarm, metrics)
     else:
-      metrics = self._empty_step()
+      metrics, self.skipped = self._empty_step(), NO_TOKEN
     metrics |= health.group_metrics(groups, version=self.version)
     metrics |= shaping_lib.component_metrics(shaped)
-    self.version += 1
+    if self.skipped is None:
+      self.version += 1
     return {f"train/{name}": value for name, value in metrics.items()}
 
   def train_supervised(

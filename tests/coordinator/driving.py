@@ -91,7 +91,8 @@ def drive(
 def disturb(world: world_lib.World, rng) -> None:
   """Lets one of the things happen that no command asks for."""
   serving = sorted(world.serving)
-  match rng.choice(("lose", "join", "pause", "resume", "tick", "report")):
+  events = ("lose", "join", "pause", "resume", "tick", "report", "skip")
+  match rng.choice(events):
     case "lose" if len(serving) > 1:
       world.lose(rng.choice(serving), takes_version=rng.random() < 0.5)
     case "join":
@@ -102,6 +103,8 @@ def disturb(world: world_lib.World, rng) -> None:
       world.paused.add(rng.choice(serving))
     case "resume":
       world.paused.clear()
+    case "skip":
+      world.skip_step()
     case "report" if serving:
       world.report(rng.choice(serving), rng.choice((0.2, 0.9)))
     case _:

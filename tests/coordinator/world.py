@@ -198,6 +198,15 @@ class World:
     ]
     self.send(ev.GeneratorLost(generator_id=generator_id))
 
+  def skip_step(self) -> None:
+    """The step under way, if there is one, comes to nothing."""
+    steps = [p for p in self.pending if isinstance(p, ev.StepDone)]
+    for done in steps:
+      self.pending.remove(done)
+      self.dropped |= dict.fromkeys(self.batches.pop(), "nonfinite")
+      self.reused.pop()
+      self.send(ev.StepSkipped(step=done.version - 1, reason="nonfinite"))
+
   def complete(self, thing) -> None:
     """What was under way is done, and the coordinator hears of it."""
     match thing:

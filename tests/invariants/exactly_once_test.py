@@ -103,6 +103,11 @@ class Run(stateful.RuleBasedStateMachine):
       self.world.paused = {serving[choice % len(serving)]}
 
   @stateful.rule()
+  def skip_step(self):
+    if self.goes_on:
+      self.world.skip_step()
+
+  @stateful.rule()
   def resume(self):
     self.world.paused.clear()
 

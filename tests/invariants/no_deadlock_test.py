@@ -71,7 +71,7 @@ def check_the_end(world: world_lib.World) -> None:
   assert ledger.dropped == collections.Counter(world.dropped.values())
   assert set(trained) | set(world.dropped) == set(range(ledger.next_group_id))
   assert not set(trained) & set(world.dropped)
-  reasons = {"reward"}
+  reasons = {"reward", "nonfinite"}
   if made.schedule.drops_groups:
     reasons.add("oversampled")
   if world.filters:
