@@ -355,7 +355,8 @@ class LocalRuntime:
         self._decide(past_event, past_s)
 
   def _decide(self, event: ev.Event, now_s: float) -> None:
-    if self._coordinator.stop_reason is None:
+    # A run that was stopped is so until it has heard that it goes on.
+    if self._coordinator.stop_reason is None or isinstance(event, ev.Resumed):
       self._events.write(event, now_s)
     commands = self._coordinator.handle(event, now_s)
     if isinstance(event, ev.StepDone):
