@@ -33,6 +33,31 @@ def _multiply(spec, values, weight):
   return jnp.einsum(spec, values, weight.astype(values.dtype))
 
 
+def summed(
+  spec: str,
+  left: Float[jax.Array, "..."],
+  right: Float[jax.Array, "..."],
+  dtype: jax.typing.DTypeLike,
+) -> Float[jax.Array, "..."]:
+  """An einsum of arrays of one dtype, summed and returned in a wider one.
+
+  On CPU the arrays are widened first, for XLA has no such product there of some
+  shapes of bfloat16 ("Unsupported element type for DotThunk").
+  """
+  if left.dtype == dtype:
+    return jnp.einsum(spec, left, right)
+  return jax.lax.platform_dependent(
+    left,
+    right,
+    cpu=lambda left, right: jnp.einsum(
+      spec, left.astype(dtype), right.astype(dtype)
+    ),
+    default=lambda left, right: jnp.einsum(
+      spec, left, right, preferred_element_type=dtype
+    ),
+  )
+
+
 def _forward(spec, values, weight):
   return _multiply(spec, values, weight), (values, weight)
 
@@ -44,11 +69,8 @@ def _backward(spec, kept, grad_out):
   grad_values = jnp.einsum(
     f"{out},{of_weight}->{of_values}", grad_out, weight.astype(values.dtype)
   )
-  grad_weight = jnp.einsum(
-    f"{of_values},{out}->{of_weight}",
-    values,
-    grad_out,
-    preferred_element_type=weight.dtype,
+  grad_weight = summed(
+    f"{of_values},{out}->{of_weight}", values, grad_out, weight.dtype
   )
   return grad_values, grad_weight
 

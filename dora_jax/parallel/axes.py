@@ -59,6 +59,7 @@ DECODE = AxisTable(
     "query_group": None,
     "head_width": None,
     "layer": None,
+    "rank": None,
   },
   config_field={"tensor": "config.mesh.generator_tensor"},
 )

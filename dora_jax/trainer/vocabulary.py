@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dora_jax.model import linear
+
 
 class _Kept(NamedTuple):
   """What the backward pass needs of a call."""
@@ -107,8 +109,8 @@ def _backward(temperature, chunk_size, learns_entropy, kept, grads):
     slopes_BTV = (slopes_BTV / temperature).astype(dtype)
     grad_hidden_BTD = jnp.einsum("BTV,VD->BTD", slopes_BTV, narrow_VD)
     # The narrow array first: that is the one XLA turns around on CPU.
-    grad_head_DV += jnp.einsum(
-      "BTD,BTV->DV", hidden_BTD, slopes_BTV, preferred_element_type=jnp.float32
+    grad_head_DV += linear.summed(
+      "BTD,BTV->DV", hidden_BTD, slopes_BTV, jnp.float32
     )
     return grad_head_DV, grad_hidden_BTD
 
@@ -130,9 +132,7 @@ _score.defvjp(_forward, _backward)
 
 def _logits(hidden_BTD, head_VD, temperature):
   """Logits over the temperature, in float32."""
-  logits_BTV = jnp.einsum(
-    "BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32
-  )
+  logits_BTV = linear.summed("BTD,VD->BTV", hidden_BTD, head_VD, jnp.float32)
   return logits_BTV / temperature
 
 

@@ -20,10 +20,10 @@ def break_engine(worker, *, after: int) -> None:
   decode = worker.engine.decode
   calls = iter(range(after))
 
-  def fail(*arguments):
+  def fail(*arguments, **options):
     if next(calls, None) is None:
       raise jax.errors.JaxRuntimeError("INTERNAL: the device has gone")
-    return decode(*arguments)
+    return decode(*arguments, **options)
 
   worker.engine.decode = fail
 

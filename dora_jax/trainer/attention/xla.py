@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dora_jax.model import attention, transformer
+from dora_jax.model import attention, linear, transformer
 from dora_jax.trainer.attention import base
 
 # Token positions of a block: scores of a few heads stay in a core's cache.
@@ -241,20 +241,13 @@ def _flat(values):
 
 def _per_head(spec, left_BKGTX, right_BKXY):
   """An einsum of what queries have with what keys have, summed in float32."""
-  out_BKQY = jnp.einsum(
-    spec, _flat(left_BKGTX), right_BKXY, preferred_element_type=jnp.float32
-  )
+  out_BKQY = linear.summed(spec, _flat(left_BKGTX), right_BKXY, jnp.float32)
   return out_BKQY.reshape(*left_BKGTX.shape[:-1], out_BKQY.shape[-1])
 
 
 def _summed(spec, left_BKGTX, right_BKGTY):
   """An einsum of two things that queries have, summed over them."""
-  return jnp.einsum(
-    spec,
-    _flat(left_BKGTX),
-    _flat(right_BKGTY),
-    preferred_element_type=jnp.float32,
-  )
+  return linear.summed(spec, _flat(left_BKGTX), _flat(right_BKGTY), jnp.float32)
 
 
 def _scores(query_BKGTH_i, key_BKTH_j, start_BT, i, j, block):
