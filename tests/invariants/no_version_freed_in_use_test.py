@@ -30,7 +30,7 @@ def params_of(version: int):
   return {"a": jnp.full((3,), float(version))}
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
   st.lists(
     st.tuples(

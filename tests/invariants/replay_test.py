@@ -124,6 +124,7 @@ def test_a_run_that_follows_a_record_ends_with_the_same_bits(
   assert events[0] == events[1]
 
 
+@pytest.mark.slow
 def test_requests_that_are_spilled_end_with_the_same_bits(
   tmp_path, tmp_path_factory
 ):

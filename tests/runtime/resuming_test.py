@@ -108,7 +108,10 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(tmp_path):
   "changes",
   [
     {},
-    {"mesh__trainer_fsdp": 2, "mesh__num_generators": 1, "mesh__lanes": 2},
+    pytest.param(
+      {"mesh__trainer_fsdp": 2, "mesh__num_generators": 1, "mesh__lanes": 2},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       {"mesh__num_generators": 3, "generator__slots": 8}, marks=pytest.mark.slow
     ),

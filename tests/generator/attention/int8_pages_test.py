@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dora_jax.generator.attention import int8_pages, xla
 from tests.generator import tiny
@@ -48,6 +49,7 @@ def test_attention_is_close_to_that_of_exact_pages():
   assert error.max() < 0.03
 
 
+@pytest.mark.slow
 def test_a_request_that_moves_with_int8_pages_samples_the_same():
   requests = [
     tiny.make_request(1, member, length=11, max_new_tokens=9)
