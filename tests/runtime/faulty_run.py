@@ -25,14 +25,14 @@ def break_engines(*, number: int | None, hangs: bool) -> None:
   decode = engines.decode
   calls: dict[int, int] = {}
 
-  def broken(self, *arguments):
+  def broken(self, *arguments, **options):
     calls[id(self)] = calls.get(id(self), 0) + 1
     is_meant = number is None or list(calls).index(id(self)) == number
     if is_meant and calls[id(self)] > _NUM_CHUNKS:
       if hangs:
         threading.Event().wait()
       raise jax.errors.JaxRuntimeError("INTERNAL: the device has gone")
-    return decode(self, *arguments)
+    return decode(self, *arguments, **options)
 
   engines.decode = broken
 
