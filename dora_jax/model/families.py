@@ -54,16 +54,6 @@ def from_hf(hf: Mapping[str, Any]) -> transformer.ModelConfig:
   )
 
 
-def stop_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
-  """The token ids that end a completion: eos_token_id is an int or a list."""
-  stop = _required(hf, "eos_token_id")
-  found = tuple(stop) if isinstance(stop, list) else (stop,)
-  for token_id in found:
-    if isinstance(token_id, bool) or not isinstance(token_id, int):
-      raise _wrong("eos_token_id", stop, "a token id or a list of them")
-  return found
-
-
 def to_hf(config: transformer.ModelConfig) -> dict[str, Any]:
   """A config.json of the family that has the config's variants.
 

@@ -39,21 +39,6 @@ def load_config(folder: pathlib.Path | str) -> transformer.ModelConfig:
   return families.from_hf(_read_json(pathlib.Path(folder) / "config.json"))
 
 
-def load_stop_ids(folder: pathlib.Path | str) -> tuple[int, ...]:
-  """The token ids that end a completion.
-
-  A chat model's generation_config.json lists more of them than its
-  config.json, so it wins where it is there.
-  """
-  folder = pathlib.Path(folder)
-  generation = folder / "generation_config.json"
-  if generation.exists() and "eos_token_id" in (
-    settings := _read_json(generation)
-  ):
-    return families.stop_ids(settings)
-  return families.stop_ids(_read_json(folder / "config.json"))
-
-
 def load_params(
   folder: pathlib.Path | str,
   config: transformer.ModelConfig,

@@ -59,7 +59,6 @@ def _model(changes: list[tuple[str, Any]]) -> str:
   hf = {**_HF, **dict(changes)}
   try:
     config = families.from_hf(hf)
-    families.stop_ids(hf)
   except ValueError as error:
     known = ("config.json has", "in the model's config")
     assert any(words in str(error) for words in known), error
@@ -88,7 +87,6 @@ def _text(content: bytes) -> str:
     ended = set()
     for read in (
       lambda: huggingface.load_config(folder),
-      lambda: huggingface.load_stop_ids(folder),
       lambda: tokenizers.HfTokenizer(name),
       lambda: tokenizers.HfTokenizer(name, stop_ids=(1,)),
       lambda: huggingface.load_params(folder, config, dtype=jnp.float32),

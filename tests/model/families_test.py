@@ -73,10 +73,3 @@ def test_refuses(changes, message):
 def test_an_unused_window_is_no_matter():
   unused = {"use_sliding_window": False, "sliding_window": 4096}
   assert families.from_hf(_LLAMA | unused) == families.from_hf(_LLAMA)
-
-
-def test_stop_ids_are_one_or_many():
-  assert families.stop_ids({"eos_token_id": 2}) == (2,)
-  assert families.stop_ids({"eos_token_id": [2, 5]}) == (2, 5)
-  with pytest.raises(ValueError, match="eos_token_id"):
-    families.stop_ids({"eos_token_id": None})

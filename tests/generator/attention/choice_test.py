@@ -8,6 +8,7 @@ import pytest
 
 from dora_jax import config as config_lib
 from dora_jax.generator.attention import choice, gpu, tpu
+from dora_jax.parallel import kernel_choice
 from tests.generator import tiny
 from tests.generator.attention import paged
 
@@ -74,7 +75,8 @@ def test_what_is_named_but_cannot_serve_is_refused(
 
 
 def test_the_config_and_the_choice_know_the_same_names():
-  assert config_lib._CHOICES["generator.attention"] == choice.NAMES
+  for field in ("generator.attention", "trainer.attention"):
+    assert config_lib._CHOICES[field] == kernel_choice.NAMES
 
 
 def test_an_implementation_is_what_compiled_functions_are_kept_under():
