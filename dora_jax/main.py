@@ -48,6 +48,7 @@ EXIT_STALLED = 4
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 _EXIT_SIGNALS = {"sigint": EXIT_INTERRUPTED, "sigterm": EXIT_TERMINATED}
+_NOTHING_LEARNT = ("nothing_to_learn", "steps_skipped")
 
 
 def run(
@@ -106,26 +107,30 @@ def run(
     logging.error("A promise was broken: %s", sentence)
   if reason in _EXIT_SIGNALS:
     return EXIT_BROKEN if failed else _EXIT_SIGNALS[reason]
+  if reason in _NOTHING_LEARNT:
+    logging.error("The run has ended: %s", _explain_end(reason, config))
+    return EXIT_NOTHING_LEARNT
   if reason == "data_exhausted":
     logging.info("The data ended before config.coordinator.num_steps.")
-  if reason == "nothing_to_learn":
-    logging.error(
-      "The run has ended: %d groups in a row were solved by all or none of "
-      "their members (config.coordinator.filter_groups). Make config.task "
-      "harder or easier, or raise config.coordinator.group_size or "
-      "filter_patience.",
-      config.coordinator.filter_patience * config.coordinator.prompts_per_batch,
-    )
-    return EXIT_NOTHING_LEARNT
-  if reason == "steps_skipped":
-    logging.error(
-      "The run has ended: %d steps in a row changed nothing, as their gradient "
-      "was not finite or no token was left to train on. Lower "
-      "config.trainer.lr, or look at config.trainer.mask_truncated.",
-      stepping.MOST_SKIPPED,
-    )
-    return EXIT_NOTHING_LEARNT
   return EXIT_BROKEN if broken or failed else 0
+
+
+def _explain_end(reason: str, config: Any) -> str:
+  """Why a run that learnt nothing was ended, and what can be done."""
+  if reason == "nothing_to_learn":
+    num_groups = (
+      config.coordinator.filter_patience * config.coordinator.prompts_per_batch
+    )
+    return (
+      f"{num_groups} groups in a row were solved by all or none of their "
+      "members (config.coordinator.filter_groups). Make config.task harder or "
+      "easier, or raise config.coordinator.group_size or filter_patience."
+    )
+  return (
+    f"{stepping.MOST_SKIPPED} steps in a row changed nothing, as their "
+    "gradient was not finite or no token was left to train on. Lower "
+    "config.trainer.lr, or look at config.trainer.mask_truncated."
+  )
 
 
 def _begin(config: Any, made: build.Run) -> None:

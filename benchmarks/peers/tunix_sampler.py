@@ -1,8 +1,9 @@
 """Tunix 0.1.7's own sampler, timed on request; runs in its environment.
 
-It imports nothing of this project. Over stdin come lines of JSON, over stdout
-go answers: {"rows": 32} has it sample so many prompts in one call, and answers
-with {"seconds": ..., "lengths": [...]}. Its first answer says that it is ready.
+It imports nothing of this project but what lies beside it. Over stdin come
+lines of JSON, over stdout go answers: {"rows": 32} has it sample so many
+prompts in one call, and answers with {"seconds": ..., "lengths": [...]}. Its
+first answer says that it is ready.
 Where completions shall end early, every token below --num_stop_ids ends one,
 which random weights draw about equally often.
 """
@@ -12,8 +13,8 @@ import json
 import sys
 import time
 
-import jax
 import numpy as np
+import tunix_model
 from flax import nnx
 from tunix.generate import sampler as sampler_lib
 from tunix.models.qwen3 import model as qwen3
@@ -48,19 +49,7 @@ def main() -> None:
   parser.add_argument("--limit", type=int, required=True)
   parser.add_argument("--num_stop_ids", type=int, required=True)
   args = parser.parse_args()
-  shape = args.shape
-  config = qwen3.ModelConfig(
-    num_layers=shape["num_layers"],
-    vocab_size=shape["vocab_size"],
-    embed_dim=shape["width"],
-    hidden_dim=shape["mlp_width"],
-    num_heads=shape["num_heads"],
-    num_kv_heads=shape["num_kv_heads"],
-    head_dim=shape["head_width"],
-    rope_theta=10_000,
-    norm_eps=1e-6,
-    use_tied_embedding=False,
-  )
+  config = tunix_model.make_config(args.shape)
   model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
   sampler = sampler_lib.Sampler(
     model,
@@ -74,8 +63,7 @@ def main() -> None:
   )
   stop_ids = list(range(_FIRST_STOP, _FIRST_STOP + args.num_stop_ids))
   rng = np.random.default_rng(0)
-  num_params = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-  print(json.dumps({"num_params": int(num_params)}), flush=True)
+  tunix_model.tell_size(model)
   for seed, line in enumerate(sys.stdin):
     # Prompts avoid the stop tokens; it adds a beginning token itself.
     words = rng.integers(

@@ -1,9 +1,10 @@
 """Tunix 0.1.7's own GRPO train step, timed on request; in its environment.
 
-It imports nothing of this project. Over stdin come lines of JSON, over stdout
-go answers: {"prompts": [[...], ...], "completions": [[...], ...]} has it make
-one update on these token ids, and answers with {"seconds": ...,
-"cpu_seconds": ...}. Its first answer says that it is ready.
+It imports nothing of this project but what lies beside it. Over stdin come
+lines of JSON, over stdout go answers: {"prompts": [[...], ...],
+"completions": [[...], ...]} has it make one update on these token ids, and
+answers with {"seconds": ..., "cpu_seconds": ...}. Its first answer says that it
+is ready.
 
 What is timed is the jitted train step of its trainer on a batch that lies
 ready, as its learner makes it: prompts padded on the left, completions on the
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tunix_model
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl import algo_core, common, trainer, utils
@@ -38,30 +40,29 @@ def main() -> None:
   parser.add_argument("--packed_tokens", type=int, required=True)
   parser.add_argument("--num_rows", type=int, required=True)
   args = parser.parse_args()
-  shape = args.shape
-  model = qwen3.Qwen3(
-    qwen3.ModelConfig(
-      num_layers=shape["num_layers"],
-      vocab_size=shape["vocab_size"],
-      embed_dim=shape["width"],
-      hidden_dim=shape["mlp_width"],
-      num_heads=shape["num_heads"],
-      num_kv_heads=shape["num_kv_heads"],
-      head_dim=shape["head_width"],
-      rope_theta=10_000,
-      norm_eps=1e-6,
-      use_tied_embedding=False,
-    ),
-    rngs=nnx.Rngs(0),
+  model = qwen3.Qwen3(tunix_model.make_config(args.shape), rngs=nnx.Rngs(0))
+  peer = _make_trainer(model, args.num_rows if args.packed_tokens else None)
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")
   )
+  with mesh:
+    step, _ = peer.jit_train_and_eval_step()
+    tunix_model.tell_size(model)
+    for line in sys.stdin:
+      print(
+        json.dumps(_answer(json.loads(line), step, model, args)), flush=True
+      )
+
+
+def _make_trainer(model, num_accumulated):
+  """GRPO without a KL, as Tunix's own learner sets it up."""
   algorithm = grpo_learner.GRPOConfig(num_generations=4, beta=0.0)
   algorithm.temperature = 1.0
-  steps = args.num_rows if args.packed_tokens else None
   peer = trainer.Trainer(
     model,
     optax.adamw(1e-6),
     peft_trainer.TrainingConfig(
-      eval_every_n_steps=10**9, gradient_accumulation_steps=steps
+      eval_every_n_steps=10**9, gradient_accumulation_steps=num_accumulated
     ),
     custom_checkpoint_metadata_fn=dict,
   )
@@ -76,33 +77,28 @@ def main() -> None:
     has_aux=True,
   )
   peer.with_gen_model_input_fn(lambda batch: {"train_example": batch})
-  mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")
-  )
-  num_params = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
-  with mesh:
-    step, _ = peer.jit_train_and_eval_step()
-    print(json.dumps({"num_params": int(num_params)}), flush=True)
-    for line in sys.stdin:
-      question = json.loads(line)
-      batch = _pad(question["prompts"], question["completions"], args)
-      batches = [batch]
-      if args.packed_tokens:
-        packed = utils.pack_sequences(iter([[batch]]), args.packed_tokens, _PAD)
-        batches = [each for several in packed for each in several]
-        assert len(batches) == args.num_rows, (len(batches), args.num_rows)
-      jax.block_until_ready(batches)
-      start_s, start_cpu_s = time.perf_counter(), time.process_time()
-      for each in batches:
-        out = step(each)
-      jax.block_until_ready((out, nnx.state(model)))
-      answer = {
-        "seconds": time.perf_counter() - start_s,
-        "cpu_seconds": time.process_time() - start_cpu_s,
-        "loss": float(out[0]),
-        "rows": len(batches),
-      }
-      print(json.dumps(answer), flush=True)
+  return peer
+
+
+def _answer(question, step, model, args):
+  """Times a step of what is asked."""
+  batch = _pad(question["prompts"], question["completions"], args)
+  batches = [batch]
+  if args.packed_tokens:
+    packed = utils.pack_sequences(iter([[batch]]), args.packed_tokens, _PAD)
+    batches = [each for several in packed for each in several]
+    assert len(batches) == args.num_rows, (len(batches), args.num_rows)
+  jax.block_until_ready(batches)
+  start_s, start_cpu_s = time.perf_counter(), time.process_time()
+  for each in batches:
+    out = step(each)
+  jax.block_until_ready((out, nnx.state(model)))
+  return {
+    "seconds": time.perf_counter() - start_s,
+    "cpu_seconds": time.process_time() - start_cpu_s,
+    "loss": float(out[0]),
+    "rows": len(batches),
+  }
 
 
 def _pad(prompts, completions, args) -> common.TrainExample:

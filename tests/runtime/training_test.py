@@ -1,5 +1,6 @@
 """A step whose weights do not reach the generators is not passed over."""
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -77,3 +78,55 @@ def test_steps_that_are_rounded_off_are_counted(tmp_path):
   steps = [json.loads(line) for line in lines]
   assert [step["weights/unchanged"] for step in steps] == [1, 2, 3]
   assert [step["weights/arrays_changed"] for step in steps] == [0, 0, 0]
+
+
+def _spoil(trainer: Any, times: int) -> None:
+  """Lets the first steps of the real trainer meet a param that is infinite."""
+  train, left = trainer.train, iter(range(times))
+
+  def put(embed):
+    state = trainer._policy.state
+    trainer._policy.state = dataclasses.replace(
+      state, params=state.params | {"embed": embed}
+    )
+
+  def train_spoilt(groups):
+    if next(left, None) is None:
+      return train(groups)
+    embed = trainer._policy.state.params["embed"]
+    put(embed.at[:, 0].set(jnp.inf))
+    metrics = train(groups)
+    put(embed)
+    return metrics
+
+  trainer.train = train_spoilt
+
+
+def test_a_step_that_is_not_finite_is_made_of_other_groups(tmp_path):
+  with build.build(_config(), tmp_path) as made:
+    made.trainer_part.publish()
+    _spoil(made.trainer, 2)
+    assert made.runtime.run() == "finished"
+    assert made.results.summarise(extra={}, command="test") == []
+    assert made.trainer_part._store.versions()[-1] == 3
+  summary = json.loads((tmp_path / "summary.json").read_text())
+  # Two batches of two groups of four came to nothing, three were trained.
+  assert (summary["steps"], summary["dropped"], summary["trained"]) == (
+    3,
+    16,
+    24,
+  )
+  assert summary["lag_max"] <= 1
+  lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  steps = [json.loads(line) for line in lines]
+  assert [step["step"] for step in steps] == [1, 2, 3]
+  assert {step["train/nonfinite_steps"] for step in steps} == {2.0}
+
+
+def test_steps_that_never_come_to_anything_end_the_run(tmp_path):
+  config = _config(coordinator__num_steps=5)
+  with build.build(config, tmp_path) as made:
+    made.trainer_part.publish()
+    _spoil(made.trainer, 100)
+    assert made.runtime.run() == "steps_skipped"
+    assert made.trainer.version == 0
