@@ -94,9 +94,19 @@ class Reuse:
       self._versions[group_id] = version
       self._uses[group_id] = 1
 
-  def withdraw(self, group_ids: Collection[int]) -> None:
-    """Forgets new groups of a step on which nothing was trained."""
-    for group_id in group_ids:
+  def withdraw(
+    self, step: int, new_ids: Collection[int], reused_ids: Collection[int]
+  ) -> None:
+    """Forgets all groups of a step that trained on nothing.
+
+    Those taken again too: any of them may be what was wrong with it. What is
+    left is what was kept for the steps after it, for no more is there by now.
+    """
+    self.lag_counts -= collections.Counter(
+      step - self._versions[group_id] for group_id in reused_ids
+    )
+    self._forget(step + 1)
+    for group_id in [*new_ids, *reused_ids]:
       self._versions.pop(group_id, None)
       self._uses.pop(group_id, None)
 

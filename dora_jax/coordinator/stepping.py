@@ -156,7 +156,7 @@ class Stepping:
           else "no step is under way."
         )
       )
-    self.reuse.withdraw(view.ledger.in_batch)
+    self.reuse.withdraw(event.step, view.ledger.in_batch, self._reused_ids)
     view.ledger.reject(event.reason, step=event.step)
     view.is_training = False
     self.num_skipped_in_row += 1

@@ -1,8 +1,9 @@
 """Scores completions in processes that can be killed.
 
 A reward runs code that hangs, crashes or leaks. So it runs in a process of its
-own: one over its deadline is killed, with whatever it started, and replaced.
-What cannot be scored is tried again, then it is an error, never a reward of 0.
+own: one over its deadline is killed, with whatever it started, and replaced, as
+is one that runs out of memory or descriptors. What cannot be scored is tried
+again, then it is an error, never a reward of 0.
 A reward has limits of memory, files and descriptors, an empty folder to work
 in, and no network unless asked for (confine.py tells how far that holds).
 
@@ -106,7 +107,8 @@ class RewardPool:
   Attributes:
     network_held: by what rewards are kept from the network, confine.ENFORCED or
       confine.GUARDED; empty where they may use it.
-    num_replaced: workers that were killed or died, and were replaced.
+    num_replaced: workers that were killed, died or ran out of what they may
+      use, and were replaced.
   """
 
   def __init__(
@@ -304,7 +306,7 @@ class RewardPool:
 
   def _take_reply(self, worker: _Worker) -> None:
     try:
-      kind, value, components, message = worker.channel.recv()
+      kind, value, components, message, is_spent = worker.channel.recv()
     except (EOFError, OSError):
       self._replace(worker)
       return
@@ -324,6 +326,8 @@ class RewardPool:
         self._fail(worker.job, message)
     worker.job = None
     worker.deadline_s = math.inf
+    if is_spent:
+      self._replace(worker)
 
   def _fail(self, job: _Job, error: str) -> None:
     """Puts a job back into the line, or gives it up after its last try."""

@@ -5,6 +5,7 @@ no device. Before it imports a reward it lowers what it may use and, unless the
 reward asks for it, leaves the network.
 """
 
+import errno
 import faulthandler
 import os
 import pickle
@@ -17,9 +18,14 @@ from typing import Any, Literal
 from dora_jax.tasks import confine
 
 _LONGEST_MESSAGE = 1000
-# What a worker sends: that it is ready, that it cannot start, what it scored.
+# What a worker sends: that it is ready, that it cannot start, what it scored;
+# and last whether it is spent, and another should take its place.
 Reply = tuple[
-  Literal["ready", "failed", "scored", "error"], float, dict[str, float], str
+  Literal["ready", "failed", "scored", "error"],
+  float,
+  dict[str, float],
+  str,
+  bool,
 ]
 
 
@@ -50,15 +56,16 @@ def serve(channel: connection.Connection) -> None:
     reward = rewards.build(name, kwargs)
   # Whatever a user's module raises as it is imported is for the parent to tell.
   except Exception as error:
-    channel.send(("failed", 0.0, {}, describe(error)))
+    channel.send(("failed", 0.0, {}, describe(error), False))
     return
 
   def judge(prompt: Any, completion: str) -> tuple[float, dict[str, float]]:
     return rewards.check_score(reward(prompt, completion))
 
-  channel.send(("ready", 0.0, {}, held))
+  channel.send(("ready", 0.0, {}, held, False))
   while True:
-    channel.send(score(judge, channel.recv_bytes(), exit_after_s=exit_after_s))
+    reply = score(judge, channel.recv_bytes(), exit_after_s=exit_after_s)
+    channel.send((*reply[:-1], reply[-1] or _leaks(limits.num_files)))
 
 
 def score(
@@ -75,10 +82,28 @@ def score(
     value, components = judge(*pickle.loads(payload))
   # Any failure of a reward is a result: the completion has no score, not 0.
   except (Exception, SystemExit) as error:
-    return "error", 0.0, {}, describe(error)
+    return "error", 0.0, {}, describe(error), _is_exhausted(error)
   finally:
     faulthandler.cancel_dump_traceback_later()
-  return "scored", value, components, ""
+  return "scored", value, components, "", False
+
+
+def _is_exhausted(error: BaseException) -> bool:
+  """Whether what comes next may fail by what this one has not given back."""
+  return isinstance(error, MemoryError) or (
+    isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+  )
+
+
+def _leaks(num_files: int) -> bool:
+  """Whether over half of the descriptors are in use between two completions."""
+  # A system gives out the lowest that is free.
+  try:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+  except OSError:
+    return True
+  os.close(descriptor)
+  return descriptor > num_files // 2
 
 
 def describe(error: BaseException) -> str:

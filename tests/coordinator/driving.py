@@ -5,6 +5,9 @@ from tests.coordinator import world as world_lib
 
 # Ways to choose what completes next.
 PACES = ("any", "newest", "oldest", "tail", "slow_trainer", "fast_trainer")
+# What can happen, and cost nothing that was generated to its end.
+HARMLESS = ("lose", "join", "pause", "resume", "tick", "report")
+FAULTS = (*HARMLESS, "lose_version", "skip")
 
 
 def choose(world: world_lib.World, rng, pace: str) -> int:
@@ -67,6 +70,7 @@ def drive(
   pace: str = "any",
   *,
   fault_rate: float = 0.0,
+  faults: tuple[str, ...] = FAULTS,
   limit: int = 20_000,
 ) -> None:
   """Completes things until the run stops; fails where none are under way.
@@ -76,11 +80,12 @@ def drive(
     rng: a random.Random.
     pace: see `choose`.
     fault_rate: probability that something happens before one completes.
+    faults: what can happen.
     limit: things to complete before giving up.
   """
   for _ in range(limit):
     if world.stop is None and rng.random() < fault_rate:
-      disturb(world, rng)
+      disturb(world, rng, faults)
     if world.stop is not None:
       return
     assert world.pending, f"deadlock: {world.coordinator.snapshot()}"
@@ -88,13 +93,16 @@ def drive(
   raise AssertionError("the run does not end")
 
 
-def disturb(world: world_lib.World, rng) -> None:
+def disturb(
+  world: world_lib.World, rng, faults: tuple[str, ...] = FAULTS
+) -> None:
   """Lets one of the things happen that no command asks for."""
   serving = sorted(world.serving)
-  events = ("lose", "join", "pause", "resume", "tick", "report", "skip")
-  match rng.choice(events):
+  match rng.choice(faults):
     case "lose" if len(serving) > 1:
-      world.lose(rng.choice(serving), takes_version=rng.random() < 0.5)
+      world.lose(rng.choice(serving))
+    case "lose_version" if len(serving) > 1:
+      world.lose(rng.choice(serving), takes_version=True)
     case "join":
       generator_id = len(world.slots)
       world.slots[generator_id] = rng.randint(1, 4)

@@ -33,6 +33,21 @@ def test_by_hand():
   assert max(made.lag_counts) <= 2
 
 
+def test_a_skipped_step_gives_back_what_is_kept_and_was_not_in_it():
+  made = _made(2, 9, max_staleness=2)
+  made.remember({0: 0, 1: 0})
+  assert made.take(1) == (0, 1)
+  made.remember({2: 1, 3: 1, 4: 1})
+  taken = made.take(2)  # Two of the three that were taken less.
+  made.remember({5: 2})
+  (left,) = {2, 3, 4} - {*taken}
+  assert {*made.kept(2)} == {2, 3, 4, 5}
+  made.withdraw(2, [5], taken)
+  # Groups 0 and 1 would not be too old for step 2, but nobody has them still.
+  assert made.take(2) == (left,)
+  assert made.lag_counts == {1: 2 + 1}
+
+
 def test_what_was_taken_less_comes_first():
   made = _made(1, 9, max_staleness=9)
   made.remember({0: 0, 1: 0, 2: 0})

@@ -30,6 +30,9 @@ def behave(prompt, completion, *, how="one"):
     return float(len(bytearray(8 << 30)))
   if completion == "files":
     return float(len([os.open(os.devnull, os.O_RDONLY) for _ in range(999)]))
+  if completion == "leak":
+    [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+    return 1.0
   if completion == "network":
     socket.create_connection(("127.0.0.1", 9), timeout=1.0)
   if completion == "folder":

@@ -114,6 +114,21 @@ def test_failure_is_an_error_and_never_a_reward():
   assert results["parts"].components == {"format": 1.0}
 
 
+def test_a_worker_that_leaks_is_replaced_before_it_spoils_what_comes_next():
+  with make_pool(num_workers=1) as pool:
+    for job in range(6):
+      pool.submit(job, make_prompt(), "leak")
+      pool.submit(("after", job), make_prompt(), "folder")
+    for name in ("files", "memory"):
+      pool.submit(name, make_prompt(), name)
+      pool.submit(("after", name), make_prompt(), "folder")
+    results = drain(pool)
+    # Of 256 descriptors, two leaks of 100 leave fewer than half.
+    assert pool.num_replaced == 3 + 2
+  failed = {job for job, result in results.items() if result.reward is None}
+  assert failed == {"files", "memory"}
+
+
 def test_hanging_jobs_time_out_and_leave_the_pool_whole():
   before = children()
   with make_pool(timeout_s=0.5) as pool:

@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as kernels
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -69,6 +68,9 @@ def attend_heads(
   interpret: bool,
 ) -> Float[Array, "B T K G H"]:
   """Runs the kernel, which knows no shared key heads, on copies of them."""
+  # Only where it serves: jax 0.12 warns of its end to whoever imports it.
+  from jax.experimental.pallas.ops.gpu import attention as kernels
+
   num_rows, num_tokens, num_heads, num_queries, width = query_BTKGH.shape
   heads = (num_rows, num_tokens, num_heads * num_queries, width)
   repeat = lambda x: jnp.repeat(x, num_queries, axis=2)
