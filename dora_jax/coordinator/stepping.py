@@ -98,7 +98,7 @@ class Stepping:
     self._idle_since_s = self._held_since_s = None
     self._step_started_s = now_s
     self._schedule.step_started(
-      view, waited_s=now_s - idle_since_s, step_s=self._step_s
+      view, lacked_s=held_since_s - idle_since_s, step_s=self._step_s
     )
     self._reused_ids = self.reuse.take(step)
     self.reuse.remember(ledger.in_batch)

@@ -111,12 +111,12 @@ class Schedule:
     """Open groups to start anew at the newest version, asked while held."""
     return []
 
-  def step_started(self, view: View, *, waited_s: float, step_s: float) -> None:
+  def step_started(self, view: View, *, lacked_s: float, step_s: float) -> None:
     """Hears of a step that starts, so that it can adapt.
 
     Args:
       view: as it is after the batch has been taken.
-      waited_s: how long the trainer stood idle before it.
+      lacked_s: how long the trainer stood idle before it for want of groups.
       step_s: how long the step before it took; 0.0 for the first.
     """
 

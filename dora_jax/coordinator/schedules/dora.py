@@ -11,7 +11,7 @@ from dora_jax.coordinator.schedules import base
 
 # A trainer that stands idle for less than this share of its step is fed.
 _IDLE_SHARE = 0.02
-# Steps without a wait after which work that was left over is given up.
+# Steps without such a wait after which work that was left over is given up.
 _NUM_STEPS = 4
 
 
@@ -20,10 +20,12 @@ class Dora(base.Schedule):
 
   R2 is the cap. Below it the schedule aims for the least work under way that
   keeps the trainer fed, since more would only be older when it is trained: with
-  `rollout_groups` None ("auto" in a config) the aim grows after a step that the
-  trainer had to wait for, by what would have filled the wait, and shrinks where
-  in several steps groups were left over. Nor does it then fill legacy
-  generators: what starts with an old version is old before it is done.
+  `rollout_groups` None ("auto" in a config) the aim grows after a step for which
+  the trainer lacked groups, by what would have filled the wait, and shrinks
+  where in several steps groups were left over. A wait for a straggler (R1) does
+  not count: with more under way it would be as long, and all else older. Nor
+  does it then fill legacy generators: what starts with an old version is old
+  before it is done.
 
   Attributes:
     max_staleness: K.
@@ -112,15 +114,15 @@ class Dora(base.Schedule):
     )
 
   def step_started(
-    self, view: base.View, *, waited_s: float, step_s: float
+    self, view: base.View, *, lacked_s: float, step_s: float
   ) -> None:
     """Moves the aim towards the least that leaves the trainer no wait."""
     if not step_s:
       return
     per_batch = self._prompts_per_batch
-    if waited_s > _IDLE_SHARE * step_s:
+    if lacked_s > _IDLE_SHARE * step_s:
       # Groups are consumed P a step: so many more would have been in time.
-      lacking = round(per_batch * min(1.0, waited_s / step_s))
+      lacking = round(per_batch * min(1.0, lacked_s / step_s))
       cap = (self.max_staleness + 1) * per_batch
       self.target = min(cap, self.target + max(1, lacking))
       self._left_over.clear()
