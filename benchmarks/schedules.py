@@ -27,8 +27,8 @@ from benchmarks import one_run, readings, tables, timeline
 from dora_jax.runtime import summary
 
 _FIVE = ("sync", "one_step_off", "partial_rollout", "replication", "dora")
-# Steps before the measured ones: the first compiles or reads the cache, and what
-# the trainer waits for meanwhile moves automatic RBS for K + 1 steps and more.
+# Steps before the measured ones: the first compiles or reads the cache, and
+# what the trainer lacks meanwhile moves automatic RBS for K + 1 steps and more.
 _WARMUP_STEPS = 10
 # Steps after them, at most K + 1: towards its end a run starts nothing new,
 # which would let work from before the measured steps pass for theirs.

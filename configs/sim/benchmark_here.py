@@ -6,9 +6,10 @@
   command   python -m dora_jax.simulate \
               --config=configs/sim/benchmark_here.py:DIR/costs.json,OUT
   time      5 s
-  result    tokens/s, predicted and measured: sync 7,146, 6,930; one_step_off
-            11,217, 10,807; replication 8,716, 8,693; partial_rollout 19,354,
-            18,277; dora 19,462, 18,882, with lag 1.83, 1.91
+  result    tokens/s, predicted and measured: sync 7,196, 7,227; one_step_off
+            11,289, 11,200; replication 8,547, 8,760; partial_rollout 19,260,
+            17,881, with lag 1.73, 1.87; dora 19,950, 20,085, with lag 1.93,
+            1.93 (2 CPU cores)
 
 Costs and lengths are those of the sync run. What the other four measured is
 read from OUT/summary.json only to be printed beside the predictions.

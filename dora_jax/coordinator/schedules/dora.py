@@ -20,12 +20,12 @@ class Dora(base.Schedule):
 
   R2 is the cap. Below it the schedule aims for the least work under way that
   keeps the trainer fed, since more would only be older when it is trained: with
-  `rollout_groups` None ("auto" in a config) the aim grows after a step for which
-  the trainer lacked groups, by what would have filled the wait, and shrinks
-  where in several steps groups were left over. A wait for a straggler (R1) does
-  not count: with more under way it would be as long, and all else older. Nor
-  does it then fill legacy generators: what starts with an old version is old
-  before it is done.
+  `rollout_groups` None ("auto" in a config) the aim grows after a step for
+  which the trainer lacked groups, by what would have filled the wait, and
+  shrinks where in several steps groups were left over. A wait for a straggler
+  (R1) does not count: with more under way it would be as long, and all else
+  older. Nor does it then fill legacy generators: what starts with an old
+  version is old before it is done.
 
   Attributes:
     max_staleness: K.
