@@ -12,11 +12,14 @@ import pathlib
 import re
 import time
 from collections.abc import Mapping
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import tensorboardX
 from absl import logging
+from tensorboardX.proto import summary_pb2
 
+# Protobuf makes its classes as it is imported, unseen by type checkers.
+_Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 # stage/name_unit, and one more part for the members of a family, such as the
 # bins of a histogram: train/lag_count/0.
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_]*){1,2}")
@@ -40,7 +43,7 @@ class MetricsWriter:
     path = folder / "metrics.jsonl"
     self._last_step = mend(path)
     self._file = path.open("a", encoding="utf-8")
-    self._events = tensorboardX.SummaryWriter(str(folder), flush_secs=10)
+    self._events = tensorboardX.FileWriter(str(folder), flush_secs=10)
     self.num_nonfinite = 0
     self.num_lost = 0
 
@@ -52,6 +55,7 @@ class MetricsWriter:
       values: name to number; a name reads `stage/name_unit`.
     """
     record: dict[str, object] = {"step": step, "time_s": time.time()}
+    points = []
     if step <= self._last_step:
       record["resumed"] = True
     for name, value in values.items():
@@ -63,10 +67,12 @@ class MetricsWriter:
       number = float(value)
       if math.isfinite(number):
         record[name] = number
-        self._events.add_scalar(name, number, step)
+        points.append(_Summary.Value(tag=name, simple_value=number))
       else:
         record[name] = None
         self.num_nonfinite += 1
+    # One event for all: each is a hand-over to the thread that writes them.
+    self._events.add_summary(_Summary(value=points), step)
     self._append(json.dumps(record, allow_nan=False))
 
   def close(self) -> None:
