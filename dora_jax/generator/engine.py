@@ -117,6 +117,9 @@ def jit_verbs(
 class Engine:
   """The verbs, compiled for one model on one mesh.
 
+  What the host has to say goes into a call as numpy arrays: JAX places them in
+  less time than `device_put` takes (0.1 ms for 0.7 ms, of the 13 of `insert`).
+
   Shapes are static: prefill is compiled once, on CPUs once more for short
   prompts, other verbs once for each number of slots, score for each bucket of
   lengths, reading and writing pages for each power of two, and never again for
@@ -210,7 +213,7 @@ class Engine:
     calls = prefill.gather(
       blocks, sizes=self.prefill_sizes, page_size=self.page_size
     )
-    for call in jax.device_put(calls, self._everywhere):
+    for call in calls:
       pool = self._compiled.prefill(served.params, pool, call)
     return pool
 
@@ -228,7 +231,6 @@ class Engine:
       Pool and slots.
     """
     new = self._gather_entries(slots.token_B.shape[0], entries)
-    new = jax.device_put(new, self._everywhere)
     return self._compiled.insert(pool, slots, self._seed_key, new)
 
   def switch(
@@ -246,8 +248,7 @@ class Engine:
     """
     is_meant_B = np.zeros(slots.token_B.shape[0], np.bool_)
     is_meant_B[list(meant)] = True
-    arrays = jax.device_put((is_meant_B, np.bool_(is_active)), self._everywhere)
-    return self._compiled.switch(slots, *arrays)
+    return self._compiled.switch(slots, is_meant_B, np.bool_(is_active))
 
   def read_pages(
     self, pool: kv_pool.KvPool, page_ids: Sequence[int]
@@ -256,7 +257,6 @@ class Engine:
     width = 1 << (len(page_ids) - 1).bit_length()
     page_ids_C = np.full(width, pages.TRASH_PAGE, np.int32)
     page_ids_C[: len(page_ids)] = page_ids
-    page_ids_C = jax.device_put(page_ids_C, self._everywhere)
     return self._compiled.read_pages(pool, page_ids_C)
 
   def carry(self, kv: kv_pool.KvPool) -> kv_pool.KvPool:
@@ -281,7 +281,6 @@ class Engine:
     """
     page_ids_C = np.full(carried.num_pages, pages.TRASH_PAGE, np.int32)
     page_ids_C[: len(page_ids)] = page_ids
-    page_ids_C = jax.device_put(page_ids_C, self._everywhere)
     return self._compiled.write_pages(pool, self.carry(carried), page_ids_C)
 
   def _gather_entries(
@@ -344,8 +343,7 @@ class Engine:
     Returns:
       Pool, slots, and what was sampled, for `verbs.unpack_chunk`.
     """
-    enough = jax.device_put(np.int32(enough_ended), self._everywhere)
-    return self._compiled.decode(served, pool, slots, enough)
+    return self._compiled.decode(served, pool, slots, np.int32(enough_ended))
 
   def score(
     self, served: verbs.Served, tokens: Int[np.ndarray, "T"]
@@ -362,6 +360,7 @@ class Engine:
     width = self._bucket(len(tokens))
     tokens_T = np.zeros(width * self.page_size, np.int32)
     tokens_T[: len(tokens)] = tokens
-    arrays = jax.device_put((tokens_T, np.int32(len(tokens))), self._everywhere)
-    logprobs_T = self._compiled.score(served.params, *arrays)
+    logprobs_T = self._compiled.score(
+      served.params, tokens_T, np.int32(len(tokens))
+    )
     return jax.device_get(logprobs_T)[1 : len(tokens)]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.model import transformer
+from dora_jax.model import layer_list, transformer
 from dora_jax.trainer import (
   advantages,
   aggregation,
@@ -178,8 +178,9 @@ def values(
   settings: gradients.LossSettings,
 ) -> Float[jax.Array, "B T"]:
   """The critic's values before each sampled token, in float32; 0 elsewhere."""
+  trunk = params["trunk"]
   hidden_BTD, _ = transformer.forward(
-    params["trunk"],
+    layer_list.apart(trunk) if settings.unrolls else trunk,
     trained_lib.trunk_config(settings.config),
     batch["tokens"],
     batch["positions"],

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.model import adapted, transformer
+from dora_jax.model import adapted, layer_list, transformer
 from dora_jax.trainer import (
   aggregation,
   logprobs,
@@ -84,6 +84,7 @@ class LossSettings:
     compute_dtype: of the forward and backward pass; the loss is in float32.
     logprob_chunk: see logprobs.token_logprobs.
     remat: see logprobs.token_logprobs.
+    unrolls: whether layers are compiled one by one; see `layer_list`.
     hidden_sharding: see logprobs.token_logprobs.
   """
 
@@ -94,6 +95,7 @@ class LossSettings:
   compute_dtype: Any
   logprob_chunk: int
   remat: bool
+  unrolls: bool
   hidden_sharding: jax.sharding.Sharding | None
 
 
@@ -121,6 +123,8 @@ def score(
   learns_entropy: bool,
 ) -> tuple[Float[jax.Array, "B T"], Float[jax.Array, "B T"]]:
   """Log-probabilities and entropies of a micro-batch's tokens."""
+  if settings.unrolls:
+    params = layer_list.apart(params)
   return logprobs.token_logprobs(
     params,
     settings.config,

@@ -40,6 +40,10 @@ NONFINITE = "nonfinite_gradient"
 NO_TOKEN = "no_token_to_train_on"
 
 
+# Beyond that, compiling takes longer than many steps gain.
+_MOST_UNROLLED = 8
+
+
 class Trainer:
   """Params, optimizer and train step on one mesh with axes (fsdp, tensor).
 
@@ -123,6 +127,7 @@ class Trainer:
       compute_dtype=compute_dtype,
       logprob_chunk=logprob_chunk,
       remat=remat,
+      unrolls=_unrolls(config, mesh, remat=remat),
       hidden_sharding=hidden,
     )
     self._optimizers: dict[_Phase, optimizers.OptimizerSettings] = {
@@ -381,3 +386,15 @@ class Trainer:
       "empty_steps": float(self._num_empty),
       "num_tokens": 0.0,
     }
+
+
+def _unrolls(
+  config: transformer.ModelConfig, mesh: jax.sharding.Mesh, *, remat: bool
+) -> bool:
+  """Whether to compile each layer by itself: on CPUs, few of them.
+
+  Not where layers are computed again: XLA would see that it has done so, and
+  keep what it was to forget.
+  """
+  is_cpu = mesh.devices.flat[0].platform == "cpu"
+  return is_cpu and not remat and config.num_layers <= _MOST_UNROLLED

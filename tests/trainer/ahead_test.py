@@ -34,6 +34,7 @@ settings = gradients.LossSettings(
   compute_dtype=jnp.bfloat16,
   logprob_chunk=1024,
   remat=True,
+  unrolls=False,
   hidden_sharding=hidden,
 )
 compiled = ahead.compile_step(

@@ -25,6 +25,7 @@ def _settings(mesh, **changes):
         "compute_dtype": jnp.float32,
         "logprob_chunk": 8,
         "remat": False,
+        "unrolls": False,
         "hidden_sharding": hidden,
       }
       | changes
@@ -32,14 +33,14 @@ def _settings(mesh, **changes):
   )
 
 
-def _gradient(mesh, *, row_length=24, rows_per_batch=8):
+def _gradient(mesh, *, row_length=24, rows_per_batch=8, **changes):
   """Of a step over as many micro-batches as it takes."""
   batches = tiny.pack(
     tiny.make_groups(), row_length=row_length, rows_per_batch=rows_per_batch
   )
   policy = trained.Policy(tiny.CONFIG)
   accumulate = gradients.make_accumulate(
-    gradients.policy_loss, _settings(mesh), policy, mesh
+    gradients.policy_loss, _settings(mesh, **changes), policy, mesh
   )
   (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
   sums = gradients.make_zeros(policy, mesh)()
@@ -61,9 +62,10 @@ def reference():
   "mesh, changes",
   [
     ((1, 1), {"rows_per_batch": 1}),
+    ((1, 1), {"unrolls": True}),
     ((8, 1), {}),
     ((1, 2), {}),
-    ((4, 2), {"row_length": 40, "rows_per_batch": 4}),
+    ((4, 2), {"row_length": 40, "rows_per_batch": 4, "unrolls": True}),
     pytest.param((1, 1), {"row_length": 60}, marks=pytest.mark.slow),
     pytest.param((2, 1), {}, marks=pytest.mark.slow),
     pytest.param((4, 1), {}, marks=pytest.mark.slow),

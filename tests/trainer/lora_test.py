@@ -62,6 +62,7 @@ def test_gradients_are_those_through_the_merged_weights():
     compute_dtype=jnp.float32,
     logprob_chunk=8,
     remat=False,
+    unrolls=False,
     hidden_sharding=None,
   )
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -95,6 +95,7 @@ def test_gradient_equals_that_of_sequences_one_by_one(objective):
     compute_dtype=jnp.float32,
     logprob_chunk=8,
     remat=False,
+    unrolls=False,
     hidden_sharding=None,
   )
   trajectories = [t for group in groups for t in group.trajectories]
