@@ -282,7 +282,7 @@ def _evaluation() -> config_dict.ConfigDict:
 
 def _checkpoint() -> config_dict.ConfigDict:
   checkpoint = config_dict.ConfigDict()
-  checkpoint.every_steps = 0  # 0 = only at the end, and on SIGTERM or Ctrl-C
+  checkpoint.every_steps = 50  # 0 = only at the end, on SIGTERM and on Ctrl-C
   checkpoint.max_to_keep = 2  # the newest; older ones are deleted
   checkpoint.keep_every_steps = 0  # but never those of such steps; 0 = none
   # Go on with the run in the workdir; False refuses a workdir that holds one.
