@@ -3,9 +3,12 @@
 A thin layer over orbax. Saving is asynchronous; a step is written beside its
 place and renamed when it is complete, so that a scan of the folder never sees a
 part. An older one is renamed away before it is deleted, and only once a newer
-one is complete: at any instant there is at least one, if there ever was.
+one is complete: at any instant there is at least one, if there ever was. The
+JSON has a checksum, as a number that a disk has changed would be believed.
 """
 
+import hashlib
+import json
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -85,7 +88,9 @@ class Checkpoints:
     self._check_room(step, [state, trees])
     items = {
       _STATE: ocp.args.StandardSave(state),
-      _EXTRAS: ocp.args.JsonSave(dict(extras)),
+      _EXTRAS: ocp.args.JsonSave(
+        {"sha256": _digest(extras), "values": dict(extras)}
+      ),
       **{name: ocp.args.StandardSave(tree) for name, tree in trees.items()},
     }
     try:
@@ -215,11 +220,30 @@ def read_extras(folder: pathlib.Path, step: int | None) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: there is no such step.
+    ValueError: they are not what was saved.
   """
-  with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-    return reader.restore(
-      _find(folder, step) / _EXTRAS, args=ocp.args.JsonRestore()
-    )
+  path = _find(folder, step) / _EXTRAS
+  try:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+      saved = reader.restore(path, args=ocp.args.JsonRestore())
+    if not isinstance(saved, dict) or set(saved) != {"sha256", "values"}:
+      raise ValueError("it has no checksum")
+    if _digest(saved["values"]) != saved["sha256"]:
+      raise ValueError("its checksum is another")
+  # Text that is no JSON, or nests too deep, is a ValueError or one of these.
+  except (ValueError, RecursionError, FileNotFoundError) as error:
+    raise ValueError(
+      f"{path} is not what was saved ({error}): the checkpoint is damaged, or "
+      f"of another release. Move {path.parent} away to go on from the one "
+      "before, if there is one, or give another --workdir."
+    ) from error
+  return saved["values"]
+
+
+def _digest(values: Any) -> str:
+  """Of JSON values, alike before and after they were written."""
+  read = json.loads(json.dumps(values))
+  return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def _find(folder: pathlib.Path, step: int | None) -> pathlib.Path:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from dora_jax import metrics
+from dora_jax import checkpoint, metrics
 from dora_jax.coordinator import events as ev
 from dora_jax.model import families, huggingface
 from dora_jax.runtime import record
@@ -173,6 +173,46 @@ def test_a_damaged_record_of_events_is_refused_by_its_line(amount, tmp_path):
   )
   ended = trying.run(
     "records of events", changes, lambda change: _damaged(change, text), amount
+  )
+  assert len(ended) == 2
+
+
+_EXTRAS = {"version": 3, "coordinator": {"ready": [[0, 1.5], None]}, "é": True}
+
+
+def _extras(
+  folder: pathlib.Path, change: tuple[int, int, bytes], text: bytes
+) -> str:
+  place, length, inserted = change
+  place %= len(text)
+  path = folder / "3/extras/metadata"
+  path.write_bytes(text[:place] + inserted + text[place + length :])
+  try:
+    # Spaces may change, numbers may not.
+    assert checkpoint.read_extras(folder, None) == _EXTRAS
+  except ValueError as error:
+    assert "metadata" not in str(error) and str(folder) in str(error), error
+    assert len(str(error)) < 600
+    return "refused"
+  return "read"
+
+
+@trying.amounts(few=60, many=6_000)
+def test_a_checkpoints_json_is_what_was_saved_or_refused(amount, tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
+  checkpoints.save(3, {"x": jnp.zeros(2)}, _EXTRAS)
+  checkpoints.close()
+  text = (tmp_path / "3/extras/metadata").read_bytes()
+  changes = st.one_of(
+    st.tuples(st.integers(0), st.integers(0, 9), st.binary(max_size=9)),
+    st.tuples(st.integers(0), st.just(0), st.just(b" ")),
+    st.tuples(st.just(0), st.just(len(text)), _CONTENTS),
+  )
+  ended = trying.run(
+    "checkpoints' JSON",
+    changes,
+    lambda change: _extras(tmp_path, change, text),
+    amount,
   )
   assert len(ended) == 2
 
