@@ -20,6 +20,8 @@ from ml_collections import config_dict
 Config = Any
 
 _LARGEST = 2**31 - 1
+# Characters of a value in a message; the rest is told by its length.
+_LONGEST_SHOWN = 200
 _CHOICES: dict[str, tuple[str, ...]] = {
   "model.source": ("random", "huggingface"),
   "model.compute_dtype": ("float32", "bfloat16"),
@@ -382,7 +384,10 @@ def _check_evaluation(config: Config) -> None:
 
 def _wrong(config: Config, field: str, needed: str) -> ValueError:
   value = _get(config, field)
-  return ValueError(f"config.{field} is {value!r} but must be {needed}.")
+  shown = repr(value)
+  if len(shown) > _LONGEST_SHOWN:
+    shown = f"{shown[:_LONGEST_SHOWN]} … ({len(shown)} characters)"
+  return ValueError(f"config.{field} is {shown} but must be {needed}.")
 
 
 def _get(config: Config, field: str) -> Any:

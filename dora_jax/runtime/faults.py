@@ -5,7 +5,7 @@ the others. Any other part ends the run; so does the last generator.
 """
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from absl import logging
@@ -116,16 +116,22 @@ def describe(failure: part.Failure) -> str:
   )
 
 
-def save_last_good(saver: saving.Saver, now_s: float) -> str:
+def save_last_good(
+  saver: saving.Saver,
+  now_s: float,
+  end_step: Callable[[int, Mapping[str, float]], None],
+) -> str:
   """Saves the train state after a failure; says which checkpoint stands.
 
   Only a state that is whole is saved, with the coordinator as it belongs to it:
   a step that failed is asked for anew when the run is resumed; one that was
-  made, but could not be published, has been made.
+  made, but could not be published, has been made, and what it measured is
+  written down.
 
   Args:
     saver: of the run, whose parts have ended.
     now_s: of the coordinator's clock.
+    end_step: writes down what a step has measured.
   """
   version = saver.trainer_part.usable_version()
   if version is None:
@@ -138,6 +144,8 @@ def save_last_good(saver: saving.Saver, now_s: float) -> str:
       event = ev.StepDone(version=version)
       saver.events.write(event, now_s)
       saver.coordinator.handle(event, now_s)  # Nobody is left to command.
+      assert saver.trainer_part.unpublished is not None
+      end_step(version, saver.trainer_part.unpublished)
     else:
       saver.executor.return_batch()
     saver.trainer_part.save(saver.order(now_s))

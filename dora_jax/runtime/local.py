@@ -139,7 +139,7 @@ class LocalRuntime:
 
   def save_last_good(self) -> str:
     """After a failure of `run`: saves what is whole; says what was saved."""
-    return faults.save_last_good(self._saver, self._now_s())
+    return faults.save_last_good(self._saver, self._now_s(), self._results.step)
 
   def run(self) -> str:
     """Runs to the end; returns why it ended.

@@ -42,6 +42,9 @@ def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
     assert made.trainer_part.usable_version() is None
     assert "middle of a step" in made.runtime.save_last_good()
   assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+  (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  measured = json.loads(line)
+  assert measured["step"] == 1 and measured["train/lag_mean"] == 0.0
 
 
 def test_a_publish_that_fails_is_tried_once_more(tmp_path):
