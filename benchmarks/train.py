@@ -74,7 +74,12 @@ def _cases(shape: str) -> list[Case]:
   return [
     Case(key=key, stops_early=True, **sizes),
     Case(key=f"{key}_packed", stops_early=True, is_packed=True, **sizes),
-    Case(key=f"{key}_no_padding", stops_early=False, **sizes),
+    # As many rows at once as there are: larger products.
+    Case(
+      key=f"{key}_no_padding",
+      stops_early=False,
+      **(sizes | {"rows_per_batch": 8}),
+    ),
   ]
 
 
