@@ -65,20 +65,20 @@ class Case:
 def _cases(shape: str) -> list[Case]:
   """All cases of a model."""
   is_small = shape == "1.1M"
-  sizes = {
-    "shape": shape,
-    "num_sequences": 32 if is_small else 8,
-    "rows_per_batch": 4,
-  }
   key = {"1.1M": "1m", "29M": "29m"}[shape]
+  case = Case(
+    key=key,
+    shape=shape,
+    num_sequences=32 if is_small else 8,
+    rows_per_batch=4,
+    stops_early=True,
+  )
   return [
-    Case(key=key, stops_early=True, **sizes),
-    Case(key=f"{key}_packed", stops_early=True, is_packed=True, **sizes),
+    case,
+    dataclasses.replace(case, key=f"{key}_packed", is_packed=True),
     # As many rows at once as there are: larger products.
-    Case(
-      key=f"{key}_no_padding",
-      stops_early=False,
-      **(sizes | {"rows_per_batch": 8}),
+    dataclasses.replace(
+      case, key=f"{key}_no_padding", stops_early=False, rows_per_batch=8
     ),
   ]
 

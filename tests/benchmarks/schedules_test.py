@@ -37,7 +37,7 @@ def test_modes_that_cannot_run_are_refused(monkeypatch):
   shared, paced = read()
   assert not shared.paced and paced.paced
   (mode,) = read("--modes=paced", "--schedules=dora_quick_trainer", "--steps=2")
-  assert mode.names == ("dora_quick_trainer",) and mode.num_all_steps == 9
+  assert mode.names == ("dora_quick_trainer",) and mode.num_all_steps == 16
   with pytest.raises(ValueError, match="not among"):
     read("--modes=brisk")
   with pytest.raises(ValueError, match="not among"):
