@@ -67,8 +67,8 @@ def main() -> None:
   for seed, line in enumerate(sys.stdin):
     # Prompts avoid the stop tokens; it adds a beginning token itself.
     words = rng.integers(
-      shape["vocab_size"] // 2,
-      shape["vocab_size"],
+      args.shape["vocab_size"] // 2,
+      args.shape["vocab_size"],
       (json.loads(line)["rows"], args.prompt_tokens - 1),
     )
     prompts = [" ".join(map(str, row)) for row in words]
