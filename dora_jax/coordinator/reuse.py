@@ -33,9 +33,6 @@ NOTHING = Settings(groups_per_step=0, max_uses=1)
 class Reuse:
   """Remembers what may be taken again, and decides what is.
 
-  A checkpoint holds none of it: after a restart, a run takes again what it
-  trains on from then.
-
   Attributes:
     lag_counts: lag in versions -> groups taken again.
   """

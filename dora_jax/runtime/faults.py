@@ -125,8 +125,8 @@ def save_last_good(
 
   Only a state that is whole is saved, with the coordinator as it belongs to it:
   a step that failed is asked for anew when the run is resumed; one that was
-  made, but could not be published, has been made, and what it measured is
-  written down.
+  made, but not published or not heard of any more, has been made, and what it
+  measured is written down.
 
   Args:
     saver: of the run, whose parts have ended.
@@ -144,8 +144,7 @@ def save_last_good(
       event = ev.StepDone(version=version)
       saver.events.write(event, now_s)
       saver.coordinator.handle(event, now_s)  # Nobody is left to command.
-      assert saver.trainer_part.unpublished is not None
-      end_step(version, saver.trainer_part.unpublished)
+      end_step(version, saver.trainer_part.measured)
     else:
       saver.executor.return_batch()
     saver.trainer_part.save(saver.order(now_s))

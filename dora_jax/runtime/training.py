@@ -59,8 +59,8 @@ class TrainerPart(part.Part):
     busy_s: seconds in which it made steps and published.
     save_s: seconds that the last save took of its time, since the last step.
     num_failed_saves: checkpoints that could not be written.
-    unpublished: what the last step has measured, while its version is not
-      published; None where it is.
+    measured: by the last step that made a version, of those of this process;
+      without what publishing takes, until it is published.
   """
 
   def __init__(
@@ -101,7 +101,7 @@ class TrainerPart(part.Part):
     self._underway: train_state.TrainState | None = None
     self.busy_s = self.save_s = 0.0
     self.num_failed_saves = 0
-    self.unpublished: Mapping[str, float] | None = None
+    self.measured: dict[str, float] = {}
 
   def publish(self) -> store_lib.Publication:
     """Makes the trainer's version available to generators."""
@@ -224,11 +224,10 @@ class TrainerPart(part.Part):
       return
     trained_s = time.perf_counter()
     metrics["train/step_s"] = trained_s - start_s
-    self.unpublished = metrics
+    self.measured = metrics
     self.begin(f"publishing version {step + 1}")
     publication = self.publish()
     self._check_changed(publication, metrics)
-    self.unpublished = None
     end_s = time.perf_counter()
     self._trace.span(self._track, f"step {step}", start_s, trained_s)
     metrics |= {

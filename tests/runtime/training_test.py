@@ -47,6 +47,23 @@ def test_weights_that_do_not_move_with_the_trainers_stop_the_run(tmp_path):
   assert measured["step"] == 1 and measured["train/lag_mean"] == 0.0
 
 
+def test_a_step_of_which_nobody_heard_any_more_is_kept_whole(tmp_path):
+  with build.build(_config(), tmp_path) as made:
+    made.trainer_part.publish()
+    runtime: Any = made.runtime
+
+    def fail(message):
+      raise OSError(f"no ear for version {message.version}")
+
+    runtime._hear_step = fail
+    with pytest.raises(OSError, match="no ear for version 1"):
+      runtime.run()
+    assert "version 1 is the last" in runtime.save_last_good()
+  (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  measured = json.loads(line)
+  assert measured["step"] == 1 and measured["weights/publish_s"] > 0
+
+
 def test_a_publish_that_fails_is_tried_once_more(tmp_path):
   with build.build(_config(), tmp_path) as made:
     made.trainer_part.publish()
