@@ -8,30 +8,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from dora_jax.parallel import axes
-from dora_jax.trainer import gradients, optimizers, train_state
+from dora_jax.parallel import axes, meshes
+from dora_jax.trainer import (
+  device_batch,
+  gradients,
+  optimizers,
+  train_state,
+)
 from dora_jax.trainer import trained as trained_lib
 
 
-def describe_mesh(topology: str, *, fsdp: int, tensor: int) -> Mesh:
+def describe_mesh(
+  topology: str, *, fsdp: int, sequence: int, tensor: int
+) -> Mesh:
   """A trainer mesh of TPUs that are not there.
 
   Args:
     topology: of the slice, such as "v5p:2x2x4".
     fsdp: devices that share each weight and the rows of a batch.
+    sequence: devices that share each weight and the tokens of a row.
     tensor: devices that share the heads and the MLP.
   """
   described = topologies.get_topology_desc(
     platform="tpu", topology_name=topology
   )
-  devices = np.array(described.devices[: fsdp * tensor], dtype=object)
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  return Mesh(
-    devices.reshape(fsdp, tensor), ("fsdp", "tensor"), axis_types=auto
+  return meshes.make_trainer_mesh(
+    described.devices[: fsdp * sequence * tensor],
+    fsdp=fsdp,
+    sequence=sequence,
+    tensor=tensor,
   )
 
 
@@ -64,7 +72,7 @@ def compile_step(
     name: jax.ShapeDtypeStruct(
       (rows_per_batch, row_length), dtype, sharding=rows
     )
-    for name, dtype in gradients.FIELDS.items()
+    for name, dtype in device_batch.FIELDS.items()
   }
   # Jitted functions, whatever a type checker makes of their cache.
   accumulate: Any = gradients.make_accumulate(
