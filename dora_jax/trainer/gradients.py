@@ -1,4 +1,4 @@
-"""The device side of a train step: gradients of packed rows, one update.
+"""The device side of a train step: losses of packed rows, one update.
 
 The loss is a weighted sum over sampled tokens divided by one denominator for
 the whole step (aggregation.py). Hence its gradient is the sum of the gradients
@@ -211,50 +211,6 @@ def make_copy(
     return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)
 
   return jax.jit(copy, out_shardings=shardings)
-
-
-@functools.lru_cache
-def make_accumulate(
-  loss: Loss,
-  settings: LossSettings,
-  trained: trained_lib.Trained,
-  mesh: jax.sharding.Mesh,
-) -> Callable:
-  """Jits (params, frozen, sum, batch, denominator) -> (sum, loss, stats).
-
-  The sum of gradients, float32 and sharded as the params, is donated. What the
-  stats are is the loss's.
-  """
-
-  def accumulate(params, frozen, gradients, batch, denominator):
-    def loss_of(params):
-      whole = trained.whole(params, frozen)
-      return loss(whole, batch, denominator, settings=settings)
-
-    (value, stats), new = jax.value_and_grad(loss_of, has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), value, stats
-
-  _, shardings = train_state.param_layout(trained, mesh)
-  # Stats are small; replicated, every host can read them whole.
-  replicated = jax.NamedSharding(mesh, jax.P())
-  return jax.jit(
-    accumulate,
-    donate_argnums=2,
-    out_shardings=(shardings, replicated, replicated),
-  )
-
-
-@functools.lru_cache
-def make_zeros(
-  trained: trained_lib.Trained, mesh: jax.sharding.Mesh
-) -> Callable:
-  """Jits () -> a sum of no gradients."""
-  shapes, shardings = train_state.param_layout(trained, mesh)
-
-  def zeros():
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-  return jax.jit(zeros, out_shardings=shardings)
 
 
 @functools.lru_cache

@@ -47,6 +47,7 @@ compiled = ahead.compile_step(
   tiny.OPTIMIZER,
   row_length=row_length,
   rows_per_batch=rows_per_batch,
+  num_batches=4,
 )
 found = {}
 for name, program in compiled.items():

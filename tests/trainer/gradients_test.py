@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from dora_jax.parallel import axes
-from dora_jax.trainer import device_batch, gradients, trained
+from dora_jax.trainer import (
+  accumulation,
+  device_batch,
+  gradients,
+  train_state,
+  trained,
+)
 from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
@@ -34,24 +40,21 @@ def _settings(mesh, **changes):
   )
 
 
-def _gradient(mesh, *, row_length=24, rows_per_batch=8, **changes):
+def _gradient(mesh, *, row_length=24, rows_per_batch=8, scans=False, **changes):
   """Of a step over as many micro-batches as it takes."""
   batches = tiny.pack(
     tiny.make_groups(), row_length=row_length, rows_per_batch=rows_per_batch
   )
   policy = trained.Policy(tiny.CONFIG)
-  accumulate = gradients.make_accumulate(
-    gradients.policy_loss, _settings(mesh, **changes), policy, mesh
-  )
+  kind = accumulation.Scan if scans else accumulation.Dispatches
+  ways = kind(gradients.policy_loss, _settings(mesh, **changes), policy, mesh)
   (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
-  sums = gradients.make_zeros(policy, mesh)()
-  params = jax.device_put(
-    tiny.make_params(), jax.tree.map(lambda x: x.sharding, sums)
-  )
-  for batch in batches:
-    arrays = device_batch.put(batch, rows)
-    sums, *_ = accumulate(params, None, sums, arrays, np.float32(50.0))
-  return sums
+  _, shardings = train_state.param_layout(policy, mesh)
+  params = jax.device_put(tiny.make_params(), shardings)
+  arrays = [device_batch.put(batch, rows) for batch in batches]
+  total, told = ways.sum(params, None, arrays, np.float32(50.0))
+  assert len(ways.read(jax.device_get(told))) == len(batches)
+  return total
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def reference():
     ((1, 1, 1), {"rows_per_batch": 1}),
     ((1, 1, 1), {"unrolls": True}),
     ((8, 1, 1), {}),
-    ((1, 2, 1), {}),
+    ((1, 2, 1), {"scans": True, "rows_per_batch": 1}),
     ((1, 4, 2), {"remat": True}),
     ((4, 1, 2), {"row_length": 40, "rows_per_batch": 4, "unrolls": True}),
     ((2, 2, 2), {"row_length": 40, "rows_per_batch": 4, "unrolls": True}),
@@ -115,7 +118,7 @@ def test_logits_of_whole_rows_are_not_in_the_compiled_program():
   num_rows, row_length = 2, 512
   mesh = tiny.make_mesh()
   settings = _settings(mesh, config=config, logprob_chunk=16)
-  params = jax.eval_shape(gradients.make_zeros(trained.Policy(config), mesh))
+  params = jax.eval_shape(accumulation.make_zeros(trained.Policy(config), mesh))
   batch = {
     name: jax.ShapeDtypeStruct((num_rows, row_length), dtype)
     for name, dtype in device_batch.FIELDS.items()
@@ -146,9 +149,9 @@ def test_a_device_keeps_less_of_a_row_that_several_share():
       name: jax.ShapeDtypeStruct((1, 4096), dtype, sharding=rows)
       for name, dtype in device_batch.FIELDS.items()
     }
-    params = jax.eval_shape(gradients.make_zeros(policy, mesh))
+    params = jax.eval_shape(accumulation.make_zeros(policy, mesh))
     # A jitted function, whatever a type checker makes of its cache.
-    accumulate: Any = gradients.make_accumulate(
+    accumulate: Any = accumulation.make_add(
       gradients.policy_loss, settings, policy, mesh
     )
     lowered = accumulate.lower(params, None, params, batch, np.float32(50.0))

@@ -170,7 +170,8 @@ def test_callers_params_stay_valid_and_nothing_recompiles():
   trainer = tiny.make_trainer(params=params, rows_per_batch=1)
   trainer.train(tiny.make_groups(3))
   policy = trainer._policy
-  functions: list[Any] = [policy._zeros, policy._accumulate, policy._update]
+  ways: Any = policy._accumulation
+  functions: list[Any] = [ways._zeros, ways._add, policy._update]
   num_compiled = [function._cache_size() for function in functions]
   for num_groups in (2, 5):
     trainer.train(tiny.make_groups(num_groups))
