@@ -1,5 +1,6 @@
 """One scan of a step's micro-batches gives what dispatches of each give."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -93,5 +94,9 @@ def test_a_scan_holds_the_activations_of_one_micro_batch():
   assert found[1] < 1.1 * found[0]
 
 
-def test_cpus_dispatch():
-  assert isinstance(accumulation.choose(*_ARGUMENTS), accumulation.Dispatches)
+def test_layers_that_are_compiled_one_by_one_are_dispatched():
+  loss, settings, policy, mesh = _ARGUMENTS
+  unrolled = dataclasses.replace(settings, unrolls=True)
+  dispatched = accumulation.choose(loss, unrolled, policy, mesh)
+  assert isinstance(dispatched, accumulation.Dispatches)
+  assert isinstance(accumulation.choose(*_ARGUMENTS), accumulation.Scan)
