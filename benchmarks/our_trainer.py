@@ -87,6 +87,7 @@ class OurTrainer:
     mesh = meshes.split_devices(
       jax.devices()[:1],
       trainer_fsdp=1,
+      trainer_sequence=1,
       trainer_tensor=1,
       num_generators=1,
       generator_tensor=1,

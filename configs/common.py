@@ -119,6 +119,7 @@ def _mesh() -> config_dict.ConfigDict:
   mesh = config_dict.ConfigDict()
   mesh.host_devices = 0  # CPU devices to make, on CPU only; 0 = leave
   mesh.trainer_fsdp = 1  # devices that share weights and rows
+  mesh.trainer_sequence = 1  # devices that share weights and a row's tokens
   mesh.trainer_tensor = 1  # devices that share heads and MLP
   mesh.num_generators = 1  # generator meshes
   mesh.generator_tensor = 1  # devices of each

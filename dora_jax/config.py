@@ -56,8 +56,9 @@ _FROM_ZERO = (
 )
 _FROM_ONE = (
   "task.max_prompt_tokens", "task.reward_workers", "cold_start.batch_size",
-  "mesh.trainer_fsdp", "mesh.trainer_tensor", "mesh.num_generators",
-  "mesh.generator_tensor", "mesh.lanes", "generator.slots",
+  "mesh.trainer_fsdp", "mesh.trainer_sequence", "mesh.trainer_tensor",
+  "mesh.num_generators", "mesh.generator_tensor", "mesh.lanes",
+  "generator.slots",
   "generator.page_size", "generator.max_new_tokens", "generator.prefill_chunk",
   "generator.chunk_steps",
   "coordinator.prompts_per_batch", "coordinator.group_size",
@@ -279,7 +280,7 @@ def _is_id(token: Any) -> bool:
 
 def _check_devices(config: Config, *, num_devices: int) -> None:
   mesh = config.mesh
-  num_trainer = mesh.trainer_fsdp * mesh.trainer_tensor
+  num_trainer = mesh.trainer_fsdp * mesh.trainer_sequence * mesh.trainer_tensor
   num_generators = mesh.num_generators * mesh.generator_tensor
   needed = num_trainer if mesh.colocated else num_trainer + num_generators
   if needed > num_devices:
@@ -287,8 +288,9 @@ def _check_devices(config: Config, *, num_devices: int) -> None:
       f"The meshes need {needed} devices (trainer {num_trainer}, generators "
       f"{num_generators}, config.mesh.colocated {mesh.colocated}) but there "
       f"are {num_devices}: lower config.mesh.num_generators, "
-      "config.mesh.generator_tensor, config.mesh.trainer_fsdp or "
-      "config.mesh.trainer_tensor, or on CPU raise config.mesh.host_devices."
+      "config.mesh.generator_tensor, config.mesh.trainer_fsdp, "
+      "config.mesh.trainer_sequence or config.mesh.trainer_tensor, or on CPU "
+      "raise config.mesh.host_devices."
     )
   if mesh.colocated and num_trainer % mesh.generator_tensor:
     raise _wrong(
@@ -302,6 +304,12 @@ def _check_devices(config: Config, *, num_devices: int) -> None:
       config,
       "trainer.rows_per_batch",
       f"a multiple of config.mesh.trainer_fsdp, {mesh.trainer_fsdp}",
+    )
+  if config.trainer.row_length % mesh.trainer_sequence:
+    raise _wrong(
+      config,
+      "trainer.row_length",
+      f"a multiple of config.mesh.trainer_sequence, {mesh.trainer_sequence}",
     )
 
 

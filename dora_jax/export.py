@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_dict
 
 from dora_jax import checkpoint
 from dora_jax.model import huggingface, transformer
+from dora_jax.parallel import meshes
 from dora_jax.runtime import pieces
 from dora_jax.trainer import gradients, train_state
 from dora_jax.trainer import trained as trained_lib
@@ -95,8 +95,8 @@ def _read(workdir: pathlib.Path) -> tuple[Any, transformer.ModelConfig]:
 
 
 def _one_device() -> jax.sharding.Mesh:
-  return jax.sharding.Mesh(
-    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
+  return meshes.make_trainer_mesh(
+    jax.devices()[:1], fsdp=1, sequence=1, tensor=1
   )
 
 

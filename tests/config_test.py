@@ -66,6 +66,11 @@ _WRONG = [
     ["rows_per_batch is 8", "multiple of config.mesh.trainer_fsdp, 3"],
   ),
   (
+    {"mesh__trainer_sequence": 3},
+    ["row_length is 64", "multiple of config.mesh.trainer_sequence, 3"],
+  ),
+  ({"mesh__trainer_sequence": 8}, ["9 devices", "config.mesh.trainer_seq"]),
+  (
     {"generator__max_new_tokens": 33},
     ["max_length is 64", "at least 65", "max_prompt_tokens 32", "33"],
   ),

@@ -2,10 +2,14 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+# The mesh axes that one logical axis is split over; None replicates it.
+MeshAxis = str | tuple[str, ...] | None
 
 # An abstract one names devices that are not there, to plan for them.
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -16,22 +20,23 @@ class AxisTable:
   """Where the logical axes go on one kind of mesh.
 
   Attributes:
-    mesh_axis: mesh axis of each logical axis; None replicates it.
+    mesh_axis: mesh axis of each logical axis, or several of them.
     config_field: the config field that sets the size of each mesh axis.
   """
 
-  mesh_axis: Mapping[str, str | None]
+  mesh_axis: Mapping[str, MeshAxis]
   config_field: Mapping[str, str]
 
 
-# Fully sharded: weights and rows share "fsdp", so that each weight is gathered
-# when its layer runs.
+# Fully sharded: weights are split over all devices that share rows and their
+# tokens, so that each weight is gathered when its layer runs. No device of
+# "sequence" has a copy of what another has: that memory is for long rows.
 TRAIN = AxisTable(
   mesh_axis={
     "row": "fsdp",
-    "token": None,
+    "token": "sequence",
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "sequence"),
     "norm": None,
     "mlp": "tensor",
     "kv_head": "tensor",
@@ -42,6 +47,7 @@ TRAIN = AxisTable(
   },
   config_field={
     "fsdp": "config.mesh.trainer_fsdp",
+    "sequence": "config.mesh.trainer_sequence",
     "tensor": "config.mesh.trainer_tensor",
   },
 )
@@ -80,7 +86,9 @@ def partition_spec(
         f"which has {sorted(table.mesh_axis)}: add it in parallel/axes.py."
       )
   mesh_axes = [table.mesh_axis[axis] for axis in axes]
-  counts = collections.Counter(axis for axis in mesh_axes if axis is not None)
+  counts = collections.Counter(
+    name for mesh_axis in mesh_axes for name in _names(mesh_axis)
+  )
   repeated = [axis for axis, count in counts.items() if count > 1]
   if repeated:
     raise ValueError(
@@ -115,11 +123,20 @@ def check_divisible(
   arrays = jax.tree.leaves(shapes)
   for (path, axes), array in zip(named_axes, arrays, strict=True):
     for axis, size in zip(axes, array.shape, strict=True):
-      mesh_axis = table.mesh_axis[axis]
-      if mesh_axis is None or size % mesh.shape[mesh_axis] == 0:
+      names = _names(table.mesh_axis[axis])
+      num_shares = math.prod(mesh.shape[name] for name in names)
+      if size % num_shares == 0:
         continue
+      fields = " * ".join(table.config_field[name] for name in names)
       raise ValueError(
         f"params{jax.tree_util.keystr(path)} has {size} along {axis!r}, which "
-        f"{mesh.shape[mesh_axis]} devices along {mesh_axis!r} do not divide: "
-        f"set {table.config_field[mesh_axis]} to a divisor of {size}."
+        f"{num_shares} devices along {' and '.join(map(repr, names))} do not "
+        f"divide: set {fields} to a divisor of {size}."
       )
+
+
+def _names(mesh_axis: MeshAxis) -> tuple[str, ...]:
+  """The mesh axes, none or one or several."""
+  if mesh_axis is None:
+    return ()
+  return mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,)

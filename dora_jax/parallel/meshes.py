@@ -13,7 +13,7 @@ class Meshes:
   """Who computes where.
 
   Attributes:
-    trainer: with axes ("fsdp", "tensor").
+    trainer: with axes ("fsdp", "sequence", "tensor").
     generators: each with the axis ("tensor",).
   """
 
@@ -25,6 +25,7 @@ def split_devices(
   devices: Sequence[Any],
   *,
   trainer_fsdp: int,
+  trainer_sequence: int,
   trainer_tensor: int,
   num_generators: int,
   generator_tensor: int,
@@ -35,6 +36,7 @@ def split_devices(
   Args:
     devices: of jax.devices(), neighbours near each other.
     trainer_fsdp: devices that share each weight and the rows of a batch.
+    trainer_sequence: devices that share each weight and the tokens of a row.
     trainer_tensor: devices that share the heads and the MLP.
     num_generators: generator meshes.
     generator_tensor: devices of each generator mesh.
@@ -43,6 +45,7 @@ def split_devices(
   """
   asked = {
     "config.mesh.trainer_fsdp": trainer_fsdp,
+    "config.mesh.trainer_sequence": trainer_sequence,
     "config.mesh.trainer_tensor": trainer_tensor,
     "config.mesh.num_generators": num_generators,
     "config.mesh.generator_tensor": generator_tensor,
@@ -50,7 +53,7 @@ def split_devices(
   for field, count in asked.items():
     if count < 1:
       raise ValueError(f"{field} is {count} but must be at least 1.")
-  num_trainer = trainer_fsdp * trainer_tensor
+  num_trainer = trainer_fsdp * trainer_sequence * trainer_tensor
   if colocated:
     _check_colocated(num_trainer, generator_tensor)
     starts = [
@@ -69,10 +72,12 @@ def split_devices(
       f"config.mesh.colocated = {colocated}) but there are {len(devices)}: "
       "lower one of these fields, or colocate."
     )
-  trainer = np.array(devices[:num_trainer], dtype=object)
   return Meshes(
-    trainer=_mesh(
-      trainer.reshape(trainer_fsdp, trainer_tensor), ("fsdp", "tensor")
+    trainer=make_trainer_mesh(
+      devices[:num_trainer],
+      fsdp=trainer_fsdp,
+      sequence=trainer_sequence,
+      tensor=trainer_tensor,
     ),
     generators=tuple(
       _mesh(
@@ -82,6 +87,23 @@ def split_devices(
       for start in starts
     ),
   )
+
+
+def make_trainer_mesh(
+  devices: Sequence[Any], *, fsdp: int, sequence: int, tensor: int
+) -> jax.sharding.Mesh:
+  """A mesh as the trainer takes it, of fsdp * sequence * tensor devices.
+
+  The axis that talks most is the last, among neighbours.
+
+  Args:
+    devices: neighbours near each other.
+    fsdp: devices that share each weight and the rows of a batch.
+    sequence: devices that share each weight and the tokens of a row.
+    tensor: devices that share the heads and the MLP.
+  """
+  grid = np.array(devices, dtype=object).reshape(fsdp, sequence, tensor)
+  return _mesh(grid, ("fsdp", "sequence", "tensor"))
 
 
 def _mesh(devices: np.ndarray, names: tuple[str, ...]) -> jax.sharding.Mesh:
@@ -95,5 +117,5 @@ def _check_colocated(num_trainer: int, generator_tensor: int) -> None:
     raise ValueError(
       f"config.mesh.generator_tensor is {generator_tensor}, which must divide "
       f"the trainer's {num_trainer} devices (config.mesh.trainer_fsdp * "
-      "config.mesh.trainer_tensor) where config.mesh.colocated is set."
+      "trainer_sequence * trainer_tensor) where config.mesh.colocated is set."
     )

@@ -125,6 +125,7 @@ def make_meshes(config: Config) -> meshes.Meshes:
   return meshes.split_devices(
     jax.devices(),
     trainer_fsdp=config.mesh.trainer_fsdp,
+    trainer_sequence=config.mesh.trainer_sequence,
     trainer_tensor=config.mesh.trainer_tensor,
     num_generators=config.mesh.num_generators,
     generator_tensor=config.mesh.generator_tensor,

@@ -8,30 +8,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from dora_jax.parallel import axes
-from dora_jax.trainer import gradients, optimizers, train_state
+from dora_jax.parallel import meshes
+from dora_jax.trainer import (
+  accumulation,
+  device_batch,
+  gradients,
+  optimizers,
+  train_state,
+)
 from dora_jax.trainer import trained as trained_lib
 
 
-def describe_mesh(topology: str, *, fsdp: int, tensor: int) -> Mesh:
+def describe_mesh(
+  topology: str, *, fsdp: int, sequence: int, tensor: int
+) -> Mesh:
   """A trainer mesh of TPUs that are not there.
 
   Args:
     topology: of the slice, such as "v5p:2x2x4".
     fsdp: devices that share each weight and the rows of a batch.
+    sequence: devices that share each weight and the tokens of a row.
     tensor: devices that share the heads and the MLP.
   """
   described = topologies.get_topology_desc(
     platform="tpu", topology_name=topology
   )
-  devices = np.array(described.devices[: fsdp * tensor], dtype=object)
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  return Mesh(
-    devices.reshape(fsdp, tensor), ("fsdp", "tensor"), axis_types=auto
+  return meshes.make_trainer_mesh(
+    described.devices[: fsdp * sequence * tensor],
+    fsdp=fsdp,
+    sequence=sequence,
+    tensor=tensor,
   )
 
 
@@ -42,6 +51,7 @@ def compile_step(
   *,
   row_length: int,
   rows_per_batch: int,
+  num_batches: int,
 ) -> dict[str, jax.stages.Compiled]:
   """Compiles the two programs of a step as a trainer would.
 
@@ -51,29 +61,34 @@ def compile_step(
     optimizer: of the update.
     row_length: tokens of a row.
     rows_per_batch: rows of a micro-batch, over all devices.
+    num_batches: micro-batches of the step.
 
   Returns:
-    "accumulate", of a micro-batch, and "update".
+    "accumulate", of the micro-batches, and "update".
   """
   trained = trained_lib.Policy(settings.config)
   shapes, shardings = train_state.param_layout(trained, mesh)
   params = _place(shapes, shardings)
   state = train_state.abstract_state(trained, mesh, optimizer)
-  (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
-  batch = {
+  batches = {
     name: jax.ShapeDtypeStruct(
-      (rows_per_batch, row_length), dtype, sharding=rows
+      (num_batches, rows_per_batch, row_length),
+      dtype,
+      sharding=accumulation.stacked_sharding(mesh),
     )
-    for name, dtype in gradients.FIELDS.items()
+    for name, dtype in device_batch.FIELDS.items()
   }
   # Jitted functions, whatever a type checker makes of their cache.
-  accumulate: Any = gradients.make_accumulate(
+  accumulate: Any = accumulation.make_scan(
     gradients.policy_loss, settings, trained, mesh
   )
   update: Any = gradients.make_update(trained, mesh, optimizer)
+  count = jax.ShapeDtypeStruct((), jnp.int32)
   denominator = jax.ShapeDtypeStruct((), jnp.float32)
   lowered = {
-    "accumulate": accumulate.lower(params, None, params, batch, denominator),
+    "accumulate": accumulate.lower(
+      params, None, params, batches, count, denominator
+    ),
     "update": update.lower(state, params),
   }
   return {name: program.compile() for name, program in lowered.items()}

@@ -16,7 +16,11 @@ from dora_jax.trainer import (
 
 
 def check_layout(
-  mesh: jax.sharding.Mesh, rows_per_batch: int, temperature: float
+  mesh: jax.sharding.Mesh,
+  *,
+  row_length: int,
+  rows_per_batch: int,
+  temperature: float,
 ) -> None:
   """Refuses settings that no step could work with."""
   num_shares = mesh.shape["fsdp"]
@@ -25,6 +29,13 @@ def check_layout(
       f"{rows_per_batch} rows per batch do not divide among {num_shares} "
       "devices: make config.trainer.rows_per_batch a multiple of "
       "config.mesh.trainer_fsdp."
+    )
+  num_shares = mesh.shape["sequence"]
+  if row_length % num_shares:
+    raise ValueError(
+      f"Rows of {row_length} tokens do not divide among {num_shares} devices: "
+      "make config.trainer.row_length a multiple of "
+      "config.mesh.trainer_sequence."
     )
   if temperature <= 0.0:
     raise ValueError(

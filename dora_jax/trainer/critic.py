@@ -20,6 +20,7 @@ from dora_jax.model import layer_list, transformer
 from dora_jax.trainer import (
   advantages,
   aggregation,
+  device_batch,
   gradients,
   optimization,
   optimizers,
@@ -125,7 +126,7 @@ class Critic:
     params = self.optimization.params()
     judged = []
     for batch in batches:
-      arrays = gradients.put_batch(batch, self._rows)
+      arrays = device_batch.put(batch, self._rows)
       log_ratios_BT = self._log_ratios(policy, arrays)
       judged.append(self._judge(params, arrays, log_ratios_BT))
     judged = jax.device_get(judged)
@@ -134,7 +135,7 @@ class Critic:
     return _with_advantages(batches, judged), metrics
 
   def _log_ratios(
-    self, policy: interfaces.Params, arrays: gradients.DeviceBatch
+    self, policy: interfaces.Params, arrays: device_batch.DeviceBatch
   ) -> Float[jax.Array, "B T"]:
     """Of the policy and the behavior policy, where they are needed."""
     recorded_BT = arrays["behavior_logprobs"]
@@ -168,13 +169,13 @@ class Critic:
     """The micro-batches on the devices, with what the critic is to learn."""
     for batch, each in zip(batches, judged, strict=True):
       learnt = {"values": each.values_BT, "targets": each.targets_BT}
-      arrays = gradients.put_batch(batch, self._rows)
+      arrays = device_batch.put(batch, self._rows)
       yield arrays | jax.device_put(learnt, self._rows)
 
 
 def values(
   params: interfaces.Params,
-  batch: gradients.DeviceBatch,
+  batch: device_batch.DeviceBatch,
   settings: gradients.LossSettings,
 ) -> Float[jax.Array, "B T"]:
   """The critic's values before each sampled token, in float32; 0 elsewhere."""
@@ -208,8 +209,11 @@ def _make_judge(
   """Jits (params, batch, log_ratios_BT) -> Judged."""
 
   def judge(params, batch, log_ratios_BT):
-    mask_BT, ids_BT = batch["loss_mask"], batch["segment_ids"]
     values_BT = values(params, batch, loss_settings)
+    values_BT, log_ratios_BT, batch = device_batch.gather_rows(
+      (values_BT, log_ratios_BT, batch), loss_settings.hidden_sharding
+    )
+    mask_BT, ids_BT = batch["loss_mask"], batch["segment_ids"]
     # The reward comes with the last sampled token.
     num_later_BT = segments.later_sums(mask_BT, ids_BT)
     is_last_BT = (mask_BT > 0.0) & (num_later_BT == 0.0)

@@ -1,4 +1,4 @@
-"""The device side of a train step: gradients of packed rows, one update.
+"""The device side of a train step: losses of packed rows, one update.
 
 The loss is a weighted sum over sampled tokens divided by one denominator for
 the whole step (aggregation.py). Hence its gradient is the sum of the gradients
@@ -7,19 +7,19 @@ of the micro-batches, however the rows are split over micro-batches or devices.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Float
 
-from dora_jax import interfaces, types
+from dora_jax import interfaces
 from dora_jax.model import adapted, layer_list, transformer
 from dora_jax.trainer import (
   aggregation,
+  device_batch,
   logprobs,
   losses,
   objective,
@@ -28,19 +28,6 @@ from dora_jax.trainer import (
 )
 from dora_jax.trainer import trained as trained_lib
 from dora_jax.trainer.attention import base
-
-# Fields of a PackedBatch that the loss reads; the rest stays on the host.
-FIELDS = {
-  "tokens": np.int32,
-  "positions": np.int32,
-  "segment_ids": np.int32,
-  "loss_mask": np.float32,
-  "advantages": np.float32,
-  "behavior_logprobs": np.float32,
-  "lags": np.int32,
-}
-
-DeviceBatch = Mapping[str, jax.Array]
 
 
 class TokenStats(NamedTuple):
@@ -103,20 +90,9 @@ class LossSettings:
 Loss = Callable[..., tuple[Float[jax.Array, ""], Any]]
 
 
-def put_batch(
-  batch: types.PackedBatch, sharding: jax.sharding.Sharding
-) -> dict[str, jax.Array]:
-  """Places what the loss reads of a micro-batch on the devices.
-
-  An objective may need "recomputed_logprobs" and "ref_logprobs" besides.
-  """
-  arrays = {field: getattr(batch, field) for field in FIELDS}
-  return jax.device_put(arrays, sharding)
-
-
 def score(
   params: interfaces.Params,
-  batch: DeviceBatch,
+  batch: device_batch.DeviceBatch,
   settings: LossSettings,
   *,
   temperature: float,
@@ -143,7 +119,7 @@ def score(
 
 def policy_loss(
   params: interfaces.Params,
-  batch: DeviceBatch,
+  batch: device_batch.DeviceBatch,
   denominator: jax.typing.ArrayLike,
   *,
   settings: LossSettings,
@@ -155,6 +131,9 @@ def policy_loss(
     settings,
     temperature=settings.temperature,
     learns_entropy=settings.objective.entropy_coefficient > 0.0,
+  )
+  logprobs_BT, entropies_BT, batch = device_batch.gather_rows(
+    (logprobs_BT, entropies_BT, batch), settings.hidden_sharding
   )
   sampled = _sampled(batch)
   total, seen = objective.weighted_sum(
@@ -169,7 +148,7 @@ def policy_loss(
   return total / denominator, stats
 
 
-def _sampled(batch: DeviceBatch) -> objective.Sampled:
+def _sampled(batch: device_batch.DeviceBatch) -> objective.Sampled:
   """The batch's constants, 0 where the policy sampled nothing."""
   is_sampled_BT = batch["loss_mask"] > 0.0
   cut = {
@@ -190,7 +169,7 @@ def _sampled(batch: DeviceBatch) -> objective.Sampled:
 
 def supervised_loss(
   params: interfaces.Params,
-  batch: DeviceBatch,
+  batch: device_batch.DeviceBatch,
   denominator: jax.typing.ArrayLike,
   *,
   settings: LossSettings,
@@ -232,50 +211,6 @@ def make_copy(
     return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)
 
   return jax.jit(copy, out_shardings=shardings)
-
-
-@functools.lru_cache
-def make_accumulate(
-  loss: Loss,
-  settings: LossSettings,
-  trained: trained_lib.Trained,
-  mesh: jax.sharding.Mesh,
-) -> Callable:
-  """Jits (params, frozen, sum, batch, denominator) -> (sum, loss, stats).
-
-  The sum of gradients, float32 and sharded as the params, is donated. What the
-  stats are is the loss's.
-  """
-
-  def accumulate(params, frozen, gradients, batch, denominator):
-    def loss_of(params):
-      whole = trained.whole(params, frozen)
-      return loss(whole, batch, denominator, settings=settings)
-
-    (value, stats), new = jax.value_and_grad(loss_of, has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), value, stats
-
-  _, shardings = train_state.param_layout(trained, mesh)
-  # Stats are small; replicated, every host can read them whole.
-  replicated = jax.NamedSharding(mesh, jax.P())
-  return jax.jit(
-    accumulate,
-    donate_argnums=2,
-    out_shardings=(shardings, replicated, replicated),
-  )
-
-
-@functools.lru_cache
-def make_zeros(
-  trained: trained_lib.Trained, mesh: jax.sharding.Mesh
-) -> Callable:
-  """Jits () -> a sum of no gradients."""
-  shapes, shardings = train_state.param_layout(trained, mesh)
-
-  def zeros():
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-  return jax.jit(zeros, out_shardings=shardings)
 
 
 @functools.lru_cache

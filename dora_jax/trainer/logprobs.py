@@ -43,7 +43,8 @@ def token_logprobs(
     learns_entropy: lets a gradient flow through the entropies.
     remat: recomputes each layer's activations in the backward pass.
     chunk_size: tokens of each row whose logits exist at one time.
-    hidden_sharding: of the residual stream, where XLA should not guess it.
+    hidden_sharding: of the residual stream, where XLA should not guess it;
+      None where no row is split over devices.
 
   Returns:
     Log-probabilities in nats, at most 0, and entropies in nats; both are 0
@@ -68,6 +69,7 @@ def token_logprobs(
     temperature,
     chunk_size,
     learns_entropy,
+    _count_shares(hidden_BTD, hidden_sharding),
   )
   continues_BT = (segment_ids_BT != 0) & (
     segment_ids_BT == jnp.roll(segment_ids_BT, 1, axis=1)
@@ -79,3 +81,10 @@ def token_logprobs(
     for score_BT in scores
   )
   return logprobs_BT, entropies_BT
+
+
+def _count_shares(hidden_BTD, sharding) -> int:
+  """How many devices each row is split over."""
+  if sharding is None:
+    return 1
+  return hidden_BTD.shape[1] // sharding.shard_shape(hidden_BTD.shape)[1]

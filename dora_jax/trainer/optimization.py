@@ -7,7 +7,12 @@ import jax
 import numpy as np
 
 from dora_jax import interfaces
-from dora_jax.trainer import gradients, optimizers, train_state
+from dora_jax.trainer import (
+  accumulation,
+  gradients,
+  optimizers,
+  train_state,
+)
 from dora_jax.trainer import trained as trained_lib
 
 
@@ -50,10 +55,7 @@ class Optimization:
     self.state = create(jax.device_put(params, shardings))
     self.frozen = frozen
     self.num_nonfinite = 0
-    self._zeros = gradients.make_zeros(trained, mesh)
-    self._accumulate = gradients.make_accumulate(
-      loss, loss_settings, trained, mesh
-    )
+    self._accumulation = accumulation.choose(loss, loss_settings, trained, mesh)
     self._update = gradients.make_update(trained, mesh, optimizer)
     self._whole = gradients.make_whole(trained, mesh)
 
@@ -75,15 +77,12 @@ class Optimization:
     Returns:
       The loss, what the loss tells of each micro-batch, and of the update.
     """
-    sums = self._zeros()
-    losses, stats = [], []
-    for arrays in batches:
-      sums, loss, stat = self._accumulate(
-        self.state.params, self.frozen, sums, arrays, denominator
-      )
-      losses.append(loss)
-      stats.append(stat)
-    self.state, update = self._update(self.state, sums)
-    losses, stats, update = jax.device_get((losses, stats, update))
+    total, told = self._accumulation.sum(
+      self.state.params, self.frozen, batches, denominator
+    )
+    self.state, update = self._update(self.state, total)
+    told, update = jax.device_get((told, update))
+    told = self._accumulation.read(told)
     self.num_nonfinite += int(not update.is_applied)
-    return float(sum(losses)), stats, update
+    loss = float(sum(each.loss for each in told))
+    return loss, [each.stats for each in told], update

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dora_jax import interfaces, types
-from dora_jax.trainer import gradients
+from dora_jax.trainer import device_batch, gradients
 
 _REFERENCE = "reference"
 
@@ -92,12 +92,12 @@ class Recall:
 
   def logprobs(
     self,
-    arrays: gradients.DeviceBatch,
+    arrays: device_batch.DeviceBatch,
     batch: types.PackedBatch,
     *,
     version: int,
   ) -> Mapping[str, Float[jax.Array, "B T"]]:
-    """What the loss needs of a micro-batch beside `gradients.put_batch`.
+    """What the loss needs of a micro-batch beside `device_batch.put`.
 
     Raises:
       ValueError: a version that sampled a token is not kept.
@@ -111,7 +111,7 @@ class Recall:
 
   def _recomputed(
     self,
-    arrays: gradients.DeviceBatch,
+    arrays: device_batch.DeviceBatch,
     batch: types.PackedBatch,
     version: int,
   ) -> Float[jax.Array, "B T"]:

@@ -18,6 +18,7 @@ from dora_jax.trainer import (
   alarm,
   batching,
   checks,
+  device_batch,
   gradients,
   health,
   lora,
@@ -45,7 +46,7 @@ _MOST_UNROLLED = 8
 
 
 class Trainer:
-  """Params, optimizer and train step on one mesh with axes (fsdp, tensor).
+  """Params, optimizer and train step on one mesh; see meshes.make_trainer_mesh.
 
   A step is one optimizer update by the objective over all sampled tokens of its
   groups. It may start with a supervised phase (the cold start), which
@@ -89,7 +90,7 @@ class Trainer:
 
     Args:
       config: of the model.
-      mesh: with axes "fsdp" and "tensor".
+      mesh: with axes "fsdp", "sequence" and "tensor".
       params: initial ones, in any dtype and layout; stay the caller's.
       optimizer: for `train`.
       supervised_lr: constant learning rate for `train_supervised`, which
@@ -111,7 +112,12 @@ class Trainer:
       remat: see logprobs.token_logprobs.
       version: of the initial params.
     """
-    checks.check_layout(mesh, rows_per_batch, temperature)
+    checks.check_layout(
+      mesh,
+      row_length=row_length,
+      rows_per_batch=rows_per_batch,
+      temperature=temperature,
+    )
     self.version = version
     self._mesh = mesh
     self._rows, hidden = axes.shardings(
@@ -365,7 +371,7 @@ class Trainer:
   ) -> Iterator[dict[str, jax.Array]]:
     """The micro-batches on the devices, with what the loss needs besides."""
     for batch in batches:
-      arrays = gradients.put_batch(batch, self._rows)
+      arrays = device_batch.put(batch, self._rows)
       if self._phase == "policy":
         arrays |= self._recall.logprobs(arrays, batch, version=self.version)
       yield arrays

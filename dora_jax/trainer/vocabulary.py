@@ -2,7 +2,8 @@
 
 Of a row's logits nothing is kept but the log of their sum, one number a token:
 the backward pass makes each chunk's logits once more, and their gradient in
-their place. So no [B, T, V] array exists, in either pass.
+their place. So no [B, T, V] array exists, in either pass. Where rows are split
+over devices, each has its part of every chunk.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dora_jax.model import linear
+
+
+class _Chunking(NamedTuple):
+  """Tokens of a row in a chunk, and devices that the row is split over."""
+
+  size: int
+  num_shares: int
 
 
 class _Kept(NamedTuple):
@@ -31,6 +39,7 @@ def score(
   temperature: float,
   chunk_size: int,
   learns_entropy: bool,
+  num_shares: int,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Log-probability of each target, and entropy, under softmax(logits / T).
 
@@ -47,12 +56,14 @@ def score(
     temperature: T, above 0.
     chunk_size: tokens of each row whose logits exist at one time.
     learns_entropy: lets a gradient flow through the entropies.
+    num_shares: devices that each row is split over; a divisor of T.
 
   Returns:
     Log-probabilities and entropies, in nats.
   """
+  chunking = _Chunking(chunk_size, num_shares)
   return _score(
-    hidden_BTD, head_VD, targets_BT, temperature, chunk_size, learns_entropy
+    hidden_BTD, head_VD, targets_BT, temperature, chunking, learns_entropy
   )
 
 
@@ -62,7 +73,7 @@ def _only_score(*arguments):
 
 
 def _forward(
-  hidden_BTD, head_VD, targets_BT, temperature, chunk_size, learns_entropy
+  hidden_BTD, head_VD, targets_BT, temperature, chunking, learns_entropy
 ):
   """What `score` gives, and what `_backward` wants."""
   del learns_entropy
@@ -80,14 +91,16 @@ def _forward(
     entropies_BT = -jnp.sum(jnp.exp(logprobs_BTV) * logprobs_BTV, axis=-1)
     return logprobs_BT, entropies_BT, normalizer_BT1[..., 0]
 
-  chunks = _split((hidden_BTD, targets_BT), chunk_size)
+  chunks = _split((hidden_BTD, targets_BT), chunking)
   scores = jax.lax.map(score_chunk, chunks)
-  logprobs_BT, entropies_BT, normalizer_BT = _join(scores, targets_BT.shape[1])
+  logprobs_BT, entropies_BT, normalizer_BT = _join(
+    scores, targets_BT.shape[1], chunking
+  )
   kept = _Kept(hidden_BTD, head_VD, targets_BT, normalizer_BT, entropies_BT)
   return (logprobs_BT, entropies_BT), kept
 
 
-def _backward(temperature, chunk_size, learns_entropy, kept, grads):
+def _backward(temperature, chunking, learns_entropy, kept, grads):
   """Gradients of hidden states and head; targets have none."""
   dtype = kept.hidden_BTD.dtype
   narrow_VD = kept.head_VD.astype(dtype)
@@ -120,9 +133,10 @@ def _backward(temperature, chunk_size, learns_entropy, kept, grads):
     arrays += [grad_entropies_BT, kept.entropies_BT]
   none_DV = jnp.zeros(kept.head_VD.shape[::-1], jnp.float32)
   grad_head_DV, parts_CBTD = jax.lax.scan(
-    add_chunk, none_DV, _split(arrays, chunk_size)
+    add_chunk, none_DV, _split(arrays, chunking)
   )
-  (grad_hidden_BTD,) = _join((parts_CBTD,), kept.targets_BT.shape[1])
+  row_length = kept.targets_BT.shape[1]
+  (grad_hidden_BTD,) = _join((parts_CBTD,), row_length, chunking)
   return grad_hidden_BTD, grad_head_DV.T.astype(kept.head_VD.dtype), None
 
 
@@ -142,31 +156,38 @@ def _is_target(targets_BT, vocab_size):
   return vocabulary_11V == targets_BT[:, :, None]
 
 
-def _split(arrays, chunk_size):
+def _split(arrays, chunking):
   """[B, T, ...] arrays as [C, B, chunk, ...], the last chunk filled with 0.
 
-  Chunks cut the rows, not the batch: rows stay on the devices they are on.
+  Chunks cut the rows, not the batch, and of a row that is split each share:
+  tokens stay on the devices they are on.
   """
-  row_length = arrays[0].shape[1]
-  chunk_size = min(chunk_size, row_length)
-  num_chunks = -(-row_length // chunk_size)
-  fill = num_chunks * chunk_size - row_length
+  num_shares = chunking.num_shares
+  share = arrays[0].shape[1] // num_shares
+  width = min(-(-chunking.size // num_shares), share)
+  num_chunks = -(-share // width)
+  fill = num_chunks * width - share
 
   def split(values):
-    rest = values.shape[2:]
-    padding = [(0, 0), (0, fill), *((0, 0) for _ in rest)]
-    cut = (values.shape[0], num_chunks, chunk_size, *rest)
-    return jnp.moveaxis(jnp.pad(values, padding).reshape(cut), 1, 0)
+    num_rows, _, *rest = values.shape
+    shares = values.reshape(num_rows, num_shares, share, *rest)
+    padding = [(0, 0), (0, 0), (0, fill), *((0, 0) for _ in rest)]
+    cut = (num_rows, num_shares, num_chunks, width, *rest)
+    chunks = jnp.moveaxis(jnp.pad(shares, padding).reshape(cut), 2, 0)
+    return chunks.reshape(num_chunks, num_rows, num_shares * width, *rest)
 
   return tuple(split(values) for values in arrays)
 
 
-def _join(arrays, row_length):
+def _join(arrays, row_length, chunking):
   """Undoes `_split`."""
+  num_shares = chunking.num_shares
 
   def join(values):
-    _, num_rows, _, *rest = values.shape
-    whole = jnp.moveaxis(values, 0, 1).reshape(num_rows, -1, *rest)
-    return whole[:, :row_length]
+    num_chunks, num_rows, _, *rest = values.shape
+    chunks = values.reshape(num_chunks, num_rows, num_shares, -1, *rest)
+    shares = jnp.moveaxis(chunks, 0, 2).reshape(num_rows, num_shares, -1, *rest)
+    kept = shares[:, :, : row_length // num_shares]
+    return kept.reshape(num_rows, row_length, *rest)
 
   return tuple(join(values) for values in arrays)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dora_jax import export
+from dora_jax.parallel import meshes
 from tests.runtime import tiny
 
 
@@ -44,8 +45,8 @@ def test_training_has_moved_the_params(params_of_sync, tmp_path):
   from dora_jax.runtime import pieces
 
   shape = pieces.make_model_config(config, pieces.make_tokenizer(config))
-  mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor")
+  mesh = meshes.make_trainer_mesh(
+    jax.devices()[:1], fsdp=1, sequence=1, tensor=1
   )
   initial = pieces.make_params(config, shape, mesh)
   moved = jax.tree.map(

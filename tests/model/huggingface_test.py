@@ -51,6 +51,7 @@ def test_bf16_in_several_files_onto_a_mesh(tmp_path, tiny_model):
   mesh = meshes.split_devices(
     jax.devices(),
     trainer_fsdp=2,
+    trainer_sequence=1,
     trainer_tensor=2,
     num_generators=1,
     generator_tensor=1,

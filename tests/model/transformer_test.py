@@ -224,6 +224,7 @@ def test_sharded_equals_unsharded(tiny_model, name, table):
   found = meshes.split_devices(
     jax.devices(),
     trainer_fsdp=2,
+    trainer_sequence=1,
     trainer_tensor=2,
     num_generators=2,
     generator_tensor=2,

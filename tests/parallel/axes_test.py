@@ -8,17 +8,16 @@ import pytest
 
 from dora_jax.parallel import axes
 
-_MESH = jax.sharding.AbstractMesh((2, 3), ("fsdp", "tensor"))
+_NAMES = ("fsdp", "sequence", "tensor")
+_MESH = jax.sharding.AbstractMesh((2, 4, 3), _NAMES)
 P = jax.sharding.PartitionSpec
 
 
 def test_shardings_follow_the_table():
-  mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor")
-  )
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), _NAMES)
   names = {"gate": ("layer", "embed", "mlp"), "norm": ("norm",)}
   found = axes.shardings(names, mesh, axes.TRAIN)
-  assert found["gate"].spec == P(None, "fsdp", "tensor")
+  assert found["gate"].spec == P(None, ("fsdp", "sequence"), "tensor")
   assert found["norm"].spec == P(None)
   assert found["gate"].mesh == mesh
   assert axes.partition_spec(names["gate"], axes.DECODE) == P(
@@ -34,6 +33,8 @@ def test_a_mesh_axis_used_twice_is_refused():
   )
   with pytest.raises(ValueError, match=r"\('embed', 'mlp'\).*'tensor'"):
     axes.partition_spec(("embed", "mlp"), both)
+  with pytest.raises(ValueError, match=r"'sequence' 2 times"):
+    axes.partition_spec(("token", "embed"), axes.TRAIN)
 
 
 def test_an_unknown_axis_is_refused():
@@ -51,6 +52,13 @@ def test_what_devices_do_not_divide_is_named():
   with pytest.raises(
     ValueError,
     match=r"\['key'\] has 4 along 'kv_head'.* 3 devices.*trainer_tensor",
+  ):
+    axes.check_divisible(shapes, names, _MESH, axes.TRAIN)
+  shapes = {"key": jax.ShapeDtypeStruct((12, 6, 2), np.float32)}
+  with pytest.raises(
+    ValueError,
+    match=r"has 12 along 'embed', which 8 devices along 'fsdp' and 'sequence' "
+    r".*trainer_fsdp \* config\.mesh\.trainer_sequence to a divisor of 12",
   ):
     axes.check_divisible(shapes, names, _MESH, axes.TRAIN)
   shapes = {"key": jax.ShapeDtypeStruct((8, 6, 2), np.float32)}

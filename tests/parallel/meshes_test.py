@@ -10,10 +10,13 @@ from dora_jax.parallel import meshes
 _SIZES = strategies.integers(1, 4)
 
 
-def _split(fsdp, tensor, num_generators, generator_tensor, *, colocated):
+def _split(
+  fsdp, tensor, num_generators, generator_tensor, *, colocated, sequence=1
+):
   return meshes.split_devices(
     jax.devices(),
     trainer_fsdp=fsdp,
+    trainer_sequence=sequence,
     trainer_tensor=tensor,
     num_generators=num_generators,
     generator_tensor=generator_tensor,
@@ -21,15 +24,21 @@ def _split(fsdp, tensor, num_generators, generator_tensor, *, colocated):
   )
 
 
-@hypothesis.given(_SIZES, _SIZES, _SIZES, _SIZES)
-def test_meshes_are_disjoint_and_in_order_or_refused(fsdp, tensor, num, size):
-  needed = fsdp * tensor + num * size
+@hypothesis.given(_SIZES, strategies.integers(1, 2), _SIZES, _SIZES, _SIZES)
+def test_meshes_are_disjoint_and_in_order_or_refused(
+  fsdp, sequence, tensor, num, size
+):
+  needed = fsdp * sequence * tensor + num * size
+  split = lambda: _split(
+    fsdp, tensor, num, size, colocated=False, sequence=sequence
+  )
   if needed > 8:
     with pytest.raises(ValueError, match=rf"need {needed} devices.*are 8"):
-      _split(fsdp, tensor, num, size, colocated=False)
+      split()
     return
-  found = _split(fsdp, tensor, num, size, colocated=False)
-  assert found.trainer.shape == {"fsdp": fsdp, "tensor": tensor}
+  found = split()
+  shape = {"fsdp": fsdp, "sequence": sequence, "tensor": tensor}
+  assert found.trainer.shape == shape
   assert [mesh.shape for mesh in found.generators] == [{"tensor": size}] * num
   used = [*found.trainer.devices.flat]
   for mesh in found.generators:

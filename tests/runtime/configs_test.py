@@ -46,7 +46,7 @@ _QWEN3_0P6B = {
 def test_a_config_is_valid_with_the_devices_that_it_needs(path):
   config: Any = config_lib.load(path)
   mesh = config.mesh
-  needed = mesh.trainer_fsdp * mesh.trainer_tensor
+  needed = mesh.trainer_fsdp * mesh.trainer_sequence * mesh.trainer_tensor
   if not mesh.colocated:
     needed += mesh.num_generators * mesh.generator_tensor
   assert mesh.host_devices in (0, needed)

@@ -12,6 +12,7 @@ import pytest
 # the compilation has a process of its own.
 _SCRIPT = """
 import json
+import sys
 import jax.numpy as jnp
 from dora_jax.model import transformer
 from dora_jax.parallel import axes
@@ -24,13 +25,16 @@ config = transformer.ModelConfig(
   num_kv_heads=4, head_width=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=False,
   qkv_bias=True, tied_head=False, max_positions=32768,
 )
-mesh = ahead.describe_mesh("v5p:2x2x4", fsdp=8, tensor=2)
+fsdp, sequence, row_length, rows_per_batch = map(int, sys.argv[1:])
+mesh = ahead.describe_mesh(
+  "v5p:2x2x4", fsdp=fsdp, sequence=sequence, tensor=2
+)
 (hidden,) = axes.shardings([("row", "token", "norm")], mesh, axes.TRAIN)
 settings = gradients.LossSettings(
   config=config,
   objective=tiny.OBJECTIVE,
   temperature=1.0,
-  attention=choice.choose("auto", mesh, config=config, row_length=8192),
+  attention=choice.choose("auto", mesh, config=config, row_length=row_length),
   compute_dtype=jnp.bfloat16,
   logprob_chunk=1024,
   remat=True,
@@ -38,7 +42,12 @@ settings = gradients.LossSettings(
   hidden_sharding=hidden,
 )
 compiled = ahead.compile_step(
-  mesh, settings, tiny.OPTIMIZER, row_length=8192, rows_per_batch=8
+  mesh,
+  settings,
+  tiny.OPTIMIZER,
+  row_length=row_length,
+  rows_per_batch=rows_per_batch,
+  num_batches=4,
 )
 found = {}
 for name, program in compiled.items():
@@ -62,8 +71,16 @@ _CHIP_GIB = 95
   importlib.util.find_spec("libtpu") is None,
   reason="libtpu is not installed: the extra 'tpu' has the one for this jax",
 )
-def test_a_step_of_qwen2_5_7b_compiles_and_fits():
-  """T = 8,192 on v5p:2x2x4, 8 shares of weights by 2 of heads, with remat."""
+@pytest.mark.parametrize(
+  "layout",
+  [(8, 1, 8192, 8), (2, 4, 32768, 2)],
+  ids=["whole rows", "rows split"],
+)
+def test_a_step_of_qwen2_5_7b_compiles_and_fits(layout):
+  """On v5p:2x2x4, 8 shares of weights by 2 of heads, with remat.
+
+  Each chip has as many tokens where four of them share a row of 32,768.
+  """
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
     # There is no metadata server to ask which machine this is.
@@ -72,7 +89,7 @@ def test_a_step_of_qwen2_5_7b_compiles_and_fits():
     "TPU_WORKER_HOSTNAMES": "localhost",
   }
   done = subprocess.run(
-    [sys.executable, "-c", _SCRIPT],
+    [sys.executable, "-c", _SCRIPT, *map(str, layout)],
     env=environment,
     capture_output=True,
     text=True,

@@ -10,6 +10,7 @@ import pytest
 from dora_jax.trainer import (
   advantages,
   critic,
+  device_batch,
   gradients,
   lora,
   packing,
@@ -94,7 +95,7 @@ def test_a_value_speaks_of_what_comes_before_its_token(trainer):
 
   def values(tokens):
     changed = dataclasses.replace(batch, tokens=tokens)
-    arrays = gradients.put_batch(changed, trainer._rows)
+    arrays = device_batch.put(changed, trainer._rows)
     zeros = jnp.zeros_like(arrays["behavior_logprobs"])
     return np.asarray(judge(params, arrays, zeros).values_BT)
 
@@ -160,7 +161,7 @@ def test_vtrace_weighs_by_the_policy_of_now(trainer):
   batches = _pack(tiny.make_groups())
   score = gradients.make_score(trainer._settings, 1.0)
   for batch in batches:
-    arrays = gradients.put_batch(batch, trainer._rows)
+    arrays = device_batch.put(batch, trainer._rows)
     logprobs_BT, _ = score(tiny.make_params(), arrays)
     batch.behavior_logprobs[:] = logprobs_BT + np.log(2.0)
   found, _ = judge.step(batches, tiny.make_params())
@@ -188,17 +189,31 @@ def test_vtrace_weighs_by_the_policy_of_now(trainer):
 
 
 @pytest.mark.slow
-def test_a_step_with_critic_and_adapters_is_the_same_on_four_devices():
-  adapters = lora.Settings(rank=2, alpha=4.0, targets=("query", "up"), seed=0)
+@pytest.mark.parametrize(
+  "kind, shape", [("gae", (2, 1, 2)), ("vtrace", (2, 2, 2))]
+)
+def test_steps_of_all_kinds_are_the_same_on_several_devices(kind, shape):
+  """Pairs first; then adapters, a critic, a reference, logprobs once more."""
+  changes = {
+    "critic": dataclasses.replace(_SETTINGS, kind=kind),
+    "advantage": dataclasses.replace(_GAE, kind=kind),
+    "adapters": lora.Settings(
+      rank=2, alpha=4.0, targets=("query", "up"), seed=0
+    ),
+    "objective": dataclasses.replace(
+      tiny.OBJECTIVE, proximal="recomputed", correction="tis", kl="k3"
+    ),
+    "recomputes_logprobs": True,
+  }
 
   def run(mesh):
-    trainer = tiny.make_trainer(
-      critic=_SETTINGS, advantage=_GAE, adapters=adapters, mesh=mesh
-    )
-    metrics = [trainer.train(tiny.make_groups(seed=seed)) for seed in range(2)]
+    trainer = tiny.make_trainer(mesh=mesh, **changes)
+    pair = (np.array([1, 2, 3]), np.array([4, 5, 6]))
+    metrics = [trainer.train_supervised([pair])]
+    metrics += [trainer.train(tiny.make_groups(seed=seed)) for seed in range(2)]
     return metrics, jax.device_get(trainer.state())
 
-  found, expected = run(tiny.make_mesh(2, 2)), run(tiny.make_mesh())
+  found, expected = run(tiny.make_mesh(*shape)), run(tiny.make_mesh())
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4),
     found,

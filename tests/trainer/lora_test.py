@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dora_jax.trainer import gradients, lora
+from dora_jax.trainer import device_batch, gradients, lora
 from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_through_the_merged_weights():
   )
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   (packed,) = tiny.pack(tiny.make_groups(), row_length=32, rows_per_batch=8)
-  batch = gradients.put_batch(packed, device)
+  batch = device_batch.put(packed, device)
   base = tiny.make_params()
   params = jax.tree.map(lambda x: 0.1 * x, _noise(_ADAPTERS.shapes()))
   loss = functools.partial(

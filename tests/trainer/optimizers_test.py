@@ -118,7 +118,7 @@ def test_state_is_sharded_as_its_params_and_comes_back(kind, tmp_path):
     state = create(jax.device_put(params, shardings))
     return update(state, jax.device_put(params, shardings))[0]
 
-  mesh = tiny.make_mesh(4, 2)
+  mesh = tiny.make_mesh(2, 2, 2)
   found, expected = step(mesh), step(tiny.make_mesh())
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
@@ -144,13 +144,15 @@ def test_state_is_sharded_as_its_params_and_comes_back(kind, tmp_path):
   specs = {x.sharding.spec for x in jax.tree.leaves(found.opt_state)}
   if kind == "adafactor":
     gate = found.opt_state[1][0]
-    assert gate.v_row["blocks"]["gate"].sharding.spec == jax.P(None, "fsdp")
+    spec = gate.v_row["blocks"]["gate"].sharding.spec
+    assert spec == jax.P(None, ("fsdp", "sequence"))
     assert gate.v_col["blocks"]["gate"].sharding.spec == jax.P(None, "tensor")
   else:
-    assert jax.P(None, "tensor", None, None, "fsdp") in specs
+    embed = ("fsdp", "sequence")
+    assert jax.P(None, "tensor", None, None, embed) in specs
   checkpoints = checkpoint.Checkpoints(tmp_path, max_to_keep=1)
   checkpoints.save(0, found, {})
-  other = train_state.abstract_state(_WIDE, tiny.make_mesh(2, 2), settings)
+  other = train_state.abstract_state(_WIDE, tiny.make_mesh(2, 1, 2), settings)
   restored, _ = checkpoints.restore(0, other)
   checkpoints.close()
   jax.tree.map(

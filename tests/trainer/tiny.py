@@ -8,6 +8,7 @@ import numpy as np
 
 from dora_jax import types
 from dora_jax.model import transformer
+from dora_jax.parallel import meshes
 from dora_jax.trainer import (
   advantages,
   objective,
@@ -105,12 +106,12 @@ def make_params(seed: int = 0):
   )
 
 
-def make_mesh(fsdp: int = 1, tensor: int = 1):
-  return jax.make_mesh(
-    (fsdp, tensor),
-    ("fsdp", "tensor"),
-    axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    devices=jax.devices()[: fsdp * tensor],
+def make_mesh(fsdp: int = 1, sequence: int = 1, tensor: int = 1):
+  return meshes.make_trainer_mesh(
+    jax.devices()[: fsdp * sequence * tensor],
+    fsdp=fsdp,
+    sequence=sequence,
+    tensor=tensor,
   )
 
 
@@ -131,12 +132,13 @@ def make_trainer(**changes) -> train_step.Trainer:
     "recomputes_logprobs": False,
     "max_staleness": 2,
     "temperature": 1.0,
-    "attention": xla.XlaAttention(),
     "compute_dtype": jnp.float32,
     "logprob_chunk": 8,
     "remat": False,
   }
-  return train_step.Trainer(**(arguments | changes))
+  arguments |= changes
+  arguments.setdefault("attention", xla.XlaAttention(mesh=arguments["mesh"]))
+  return train_step.Trainer(**arguments)
 
 
 def make_trajectory(

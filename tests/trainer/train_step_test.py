@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from dora_jax import types
-from dora_jax.trainer import advantages, gradients, packing, train_step
+from dora_jax.trainer import (
+  advantages,
+  device_batch,
+  gradients,
+  packing,
+  train_step,
+)
 from dora_jax.trainer.attention import xla
 from tests.trainer import tiny
 
@@ -51,7 +57,8 @@ def reference():
   "changes",
   [
     {"rows_per_batch": 1, "row_length": 64, "logprob_chunk": 64, "remat": True},
-    {"mesh": (2, 2)},
+    {"mesh": (2, 1, 2)},
+    {"mesh": (2, 2, 2)},
   ],
   ids=str,
 )
@@ -109,7 +116,7 @@ def test_gradient_equals_that_of_sequences_one_by_one(objective):
 
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   (packed,) = tiny.pack(groups, row_length=32, rows_per_batch=8)
-  found = gradient(params, gradients.put_batch(packed, device))
+  found = gradient(params, device_batch.put(packed, device))
   expected = jax.tree.map(jnp.zeros_like, params)
   for group in groups:
     values = advantages.grpo(group.rewards)
@@ -120,20 +127,20 @@ def test_gradient_equals_that_of_sequences_one_by_one(objective):
       alone.behavior_logprobs[alone.loss_mask > 0.0] = (
         trajectory.behavior_logprobs
       )
-      one = gradient(params, gradients.put_batch(alone, device))
+      one = gradient(params, device_batch.put(alone, device))
       expected = jax.tree.map(jnp.add, expected, one)
   _assert_params(found, expected, atol=1e-6)
   # What stands at masked positions has no influence, not even a NaN.
   masked = packed.loss_mask == 0.0
   packed.advantages[masked] = np.nan
   packed.behavior_logprobs[masked] = np.inf
-  poisoned = gradient(params, gradients.put_batch(packed, device))
+  poisoned = gradient(params, device_batch.put(packed, device))
   _assert_params(poisoned, found, atol=0.0)
 
 
 def test_two_runs_are_bitwise_equal():
   def run():
-    trainer = tiny.make_trainer(mesh=tiny.make_mesh(2, 2))
+    trainer = tiny.make_trainer(mesh=tiny.make_mesh(2, 2, 2))
     metrics = [
       trainer.train(tiny.make_groups(seed=seed, version=0)) for seed in range(2)
     ]
@@ -163,7 +170,8 @@ def test_callers_params_stay_valid_and_nothing_recompiles():
   trainer = tiny.make_trainer(params=params, rows_per_batch=1)
   trainer.train(tiny.make_groups(3))
   policy = trainer._policy
-  functions: list[Any] = [policy._zeros, policy._accumulate, policy._update]
+  ways: Any = policy._accumulation
+  functions: list[Any] = [ways._zeros, ways._add, policy._update]
   num_compiled = [function._cache_size() for function in functions]
   for num_groups in (2, 5):
     trainer.train(tiny.make_groups(num_groups))
@@ -337,11 +345,15 @@ def test_bfloat16_compute_keeps_float32_masters():
   "changes, fields",
   [
     (
-      {"mesh": (4, 1), "rows_per_batch": 6},
+      {"mesh": (4, 1, 1), "rows_per_batch": 6},
       r"6 rows .* 4 devices.*trainer\.rows_per_batch.*mesh\.trainer_fsdp",
     ),
     ({"temperature": 0.0}, r"config\.generator\.temperature"),
-    ({"mesh": (1, 8)}, r"config\.mesh\.trainer_tensor"),
+    (
+      {"mesh": (1, 4, 1), "row_length": 22},
+      r"22 tokens .* 4 devices.*trainer\.row_length.*mesh\.trainer_sequence",
+    ),
+    ({"mesh": (1, 1, 8)}, r"config\.mesh\.trainer_tensor"),
   ],
 )
 def test_settings_that_cannot_work_are_refused(changes, fields):

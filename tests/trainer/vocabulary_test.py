@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dora_jax.trainer import vocabulary
 
 
-def test_gradients_of_logprobs_and_entropies_are_autodiffs():
+@pytest.mark.parametrize("num_shares", [1, 2])
+def test_gradients_of_logprobs_and_entropies_are_autodiffs(num_shares):
   keys = jax.random.split(jax.random.key(0), 5)
   draw = lambda index, *shape: jax.random.normal(keys[index], shape)
   hidden_BTD, head_VD = draw(0, 2, 10, 8), draw(1, 7, 8)
@@ -15,9 +17,9 @@ def test_gradients_of_logprobs_and_entropies_are_autodiffs():
   of_logprob_BT, of_entropy_BT = draw(3, 2, 10), draw(4, 2, 10)
 
   def by_chunks(hidden_BTD, head_VD):
-    # Chunks of 4 do not divide a row of 10.
+    # Chunks of 4 do not divide a row of 10, nor those of 2 a half of it.
     logprobs_BT, entropies_BT = vocabulary.score(
-      hidden_BTD, head_VD, targets_BT, 0.7, 4, True
+      hidden_BTD, head_VD, targets_BT, 0.7, 4, True, num_shares
     )
     return jnp.sum(logprobs_BT * of_logprob_BT + entropies_BT * of_entropy_BT)
 

@@ -22,7 +22,7 @@ def choose(
     name,
     mesh,
     makers={
-      "xla": xla.XlaAttention,
+      "xla": lambda: xla.XlaAttention(mesh=mesh),
       "tpu": lambda: tpu.TpuAttention(mesh=mesh),
       "gpu": lambda: gpu.GpuAttention(mesh=mesh),
     },

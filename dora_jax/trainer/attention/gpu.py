@@ -1,7 +1,6 @@
 """Attention within segments on GPUs: JAX's Triton kernel."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +36,12 @@ class GpuAttention:
     self, config: transformer.ModelConfig, *, row_length: int
   ) -> str | None:
     """Says why the kernel cannot serve such rows, or None."""
+    num_shares = self.mesh.shape["sequence"]
+    if num_shares != 1:
+      return (
+        f"config.mesh.trainer_sequence is {num_shares} but must be 1 for the "
+        "kernel of GPUs, which takes a row's first query for its first token"
+      )
     width = config.head_width
     is_power = width & (width - 1) == 0
     if not is_power or not _LEAST_TILE <= width <= _MOST_HEAD_WIDTH:
@@ -53,7 +58,17 @@ class GpuAttention:
 
   def attend(self, segment_ids_BT: Int[Array, "B T"]) -> attention.Attend:
     """The callback that the model's forward pass takes."""
-    attend = functools.partial(attend_heads, interpret=self.interpret)
+
+    def attend(query_BTKGH, key_BTKH, value_BTKH, segment_ids_BT, first):
+      del first  # 0: no row is split
+      return attend_heads(
+        query_BTKGH,
+        key_BTKH,
+        value_BTKH,
+        segment_ids_BT,
+        interpret=self.interpret,
+      )
+
     return base.as_callback(
       base.on_each_device(attend, self.mesh), segment_ids_BT
     )

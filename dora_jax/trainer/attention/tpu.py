@@ -1,7 +1,6 @@
 """Attention within segments on TPUs: JAX's splash attention."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dora_jax.model import attention, transformer
@@ -31,7 +30,8 @@ class TpuAttention:
   one that JAX ships, for one key head and its queries.
 
   Attributes:
-    mesh: of the trainer; each device runs the kernel on its rows and heads.
+    mesh: of the trainer; each device runs the kernel on its rows and heads, of
+      the queries on its tokens.
     interpret: whether to simulate the kernel, on whatever devices there are.
   """
 
@@ -44,57 +44,81 @@ class TpuAttention:
   ) -> str | None:
     """Says why the kernel cannot serve such rows, or None."""
     del config
-    if row_length % _LANES:
+    num_shares = self.mesh.shape["sequence"]
+    if row_length % (_LANES * num_shares):
       return (
         f"config.trainer.row_length is {row_length} but must be a multiple of "
-        f"{_LANES} for splash attention"
+        f"{_LANES} times config.mesh.trainer_sequence, {num_shares}, for "
+        "splash attention"
       )
     return None
 
   def attend(self, segment_ids_BT: Int[Array, "B T"]) -> attention.Attend:
     """The callback that the model's forward pass takes."""
-    attend = functools.partial(_attend, interpret=self.interpret)
-    return base.as_callback(
-      base.on_each_device(attend, self.mesh), segment_ids_BT
-    )
+
+    def attend(query_BTKGH, *others):
+      _, num_tokens, _, num_queries, _ = query_BTKGH.shape
+      num_shares = self.mesh.shape["sequence"]
+      kernel = _make_kernel(num_queries, num_tokens, num_shares, self.interpret)
+      # The mask of each share of the queries is its own.
+      by_share = NamedSharding(self.mesh, PartitionSpec(None, "sequence"))
+      spec = kernel.manual_sharding_spec(by_share)
+      run = base.on_each_device(_attend, self.mesh, more_specs=(spec,))
+      return run(query_BTKGH, *others, kernel)
+
+    return base.as_callback(attend, segment_ids_BT)
 
 
 def _attend(
   query_BTKGH: Float[Array, "B T K G H"],
-  key_BTKH: Float[Array, "B T K H"],
-  value_BTKH: Float[Array, "B T K H"],
-  segment_ids_BT: Int[Array, "B T"],
-  *,
-  interpret: bool,
+  key_BSKH: Float[Array, "B S K H"],
+  value_BSKH: Float[Array, "B S K H"],
+  segment_ids_BS: Int[Array, "B S"],
+  first: Int[Array, ""],
+  kernel: kernels.SplashAttentionKernel,
 ) -> Float[Array, "B T K G H"]:
   """Runs the kernel on each row and each key head."""
-  _, num_tokens, _, num_queries, width = query_BTKGH.shape
+  _, num_tokens, _, _, width = query_BTKGH.shape
+  segment_ids_BT = jax.lax.dynamic_slice_in_dim(
+    segment_ids_BS, first, num_tokens, axis=1
+  )
   # It reads whole lanes; zeros add nothing to a score.
   pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -width % _LANES)])
   query_BKGTH = jnp.moveaxis(pad(query_BTKGH * width**-0.5), 1, 3)
-  key_BKTH, value_BKTH = (
-    jnp.moveaxis(pad(x), 1, 2) for x in (key_BTKH, value_BTKH)
+  key_BKSH, value_BKSH = (
+    jnp.moveaxis(pad(x), 1, 2) for x in (key_BSKH, value_BSKH)
   )
-  kernel = _make_kernel(num_queries, num_tokens, interpret)
   of_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-  ids = kernels.SegmentIds(q=segment_ids_BT, kv=segment_ids_BT)
-  out_BKGTH: Any = jax.vmap(of_heads)(query_BKGTH, key_BKTH, value_BKTH, ids)
+  ids = kernels.SegmentIds(q=segment_ids_BT, kv=segment_ids_BS)
+  out_BKGTH: Any = jax.vmap(of_heads)(query_BKGTH, key_BKSH, value_BKSH, ids)
   out_BTKGH = jnp.moveaxis(out_BKGTH, 3, 1)[..., :width]
   # Padding attends to padding, being a segment like any other.
   is_real_BT = (segment_ids_BT != 0)[:, :, None, None, None]
   return jnp.where(is_real_BT, out_BTKGH, 0.0).astype(query_BTKGH.dtype)
 
 
-def _make_kernel(num_queries: int, num_tokens: int, interpret: bool):
-  """Attention of the queries of one key head, in one row."""
+def _make_kernel(
+  num_queries: int, num_tokens: int, num_shares: int, interpret: bool
+) -> kernels.SplashAttentionKernel:
+  """Attention of the queries of one key head, in one row.
+
+  Args:
+    num_queries: heads of them.
+    num_tokens: of the row.
+    num_shares: devices among which the queries' tokens are shared out.
+    interpret: see TpuAttention.
+  """
   block = next(
     size
     for size in (_MOST_BLOCK, _MOST_BLOCK // 2, _LANES)
-    if num_tokens % size == 0
+    if num_tokens % (size * num_shares) == 0
   )
   causal = masks.CausalMask((num_tokens, num_tokens))
-  return kernels.make_splash_mqa_single_device(
+  return kernels.make_splash_mqa(
     masks.MultiHeadMask([causal] * num_queries),
+    head_shards=1,
+    q_seq_shards=num_shares,
+    residual_checkpoint_name=base.KEPT,
     block_sizes=kernels.BlockSizes(
       block_q=block,
       block_kv=block,

@@ -39,7 +39,8 @@ def _answer(attend, arrays, weights_BTKGH):
   return out_BTKGH, *grads
 
 
-_MESH = tiny.make_mesh(2, 2)
+_MESH = tiny.make_mesh(2, 1, 2)
+_SPLIT = tiny.make_mesh(1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,10 @@ _MESH = tiny.make_mesh(2, 2)
     # Neither one block nor a whole number of them.
     (xla.XlaAttention(), 4, 300),
     (xla.XlaAttention(), 2, 40),
+    # Each device has 75 queries, whose first block begins within one of keys.
+    (xla.XlaAttention(mesh=_SPLIT), 3, 300),
     (tpu.TpuAttention(mesh=_MESH, interpret=True), 2, 256),
+    (tpu.TpuAttention(mesh=_SPLIT, interpret=True), 3, 512),
     (gpu.GpuAttention(mesh=_MESH, interpret=True), 2, 128),
   ],
   ids=lambda value: getattr(value, "name", str(value)),
@@ -118,9 +122,11 @@ def test_the_choice_is_by_device_and_may_be_overridden():
   with pytest.raises(ValueError, match=r"config\.trainer\.attention is 'cpu'"):
     _choose("cpu")
   # Head width 8 is below the least tile of the kernel for GPUs.
-  for kernel, field in (
-    (tpu.TpuAttention(mesh=_MESH), "row_length"),
-    (gpu.GpuAttention(mesh=_MESH), "head_width"),
+  for kernel, row_length, field in (
+    (tpu.TpuAttention(mesh=_MESH), 24, "row_length"),
+    (tpu.TpuAttention(mesh=_SPLIT), 256, "128 times config.mesh.trainer_seq"),
+    (gpu.GpuAttention(mesh=_MESH), 24, "head_width"),
+    (gpu.GpuAttention(mesh=_SPLIT), 64, "config.mesh.trainer_sequence is 4"),
   ):
-    found = kernel.find_obstacle(tiny.CONFIG, row_length=24)
+    found = kernel.find_obstacle(tiny.CONFIG, row_length=row_length)
     assert found is not None and field in found
