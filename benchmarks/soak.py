@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     "cpu_ratio": ratio(spent_s),
     "versions_alive_max": alive,
     "pages_in_use": pages,
-    "expected": len(made.trainer_part._canary.expected),
+    "expected": len(made.trainer_part._publisher._canary.expected),
   }
   for name, value in values.items():
     print(f"{name:<28}{value:g}")

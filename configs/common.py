@@ -217,6 +217,10 @@ def _trainer() -> config_dict.ConfigDict:
   trainer.lora_alpha = 16.0  # over the rank: how much they count
   # Of "query", "key", "value", "output", "gate", "up", "down".
   trainer.lora_targets = ("query", "key", "value", "output")
+  # What generators are sent with each version: "merged" sends all params, of
+  # which decoding is the fastest; "adapter" the adapters alone, which are added
+  # up layer by layer in each pass over a base that is sent once.
+  trainer.lora_publish = "merged"
   # "reinforce" | "ppo_clip" | "dual_clip" (LongCat's triplet clip) | "gspo" |
   # "cispo" | "aipo" | "vtrace" | "dppo_tv"; formulas in trainer/losses.py
   trainer.loss = "ppo_clip"

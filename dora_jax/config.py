@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "generator.weights_dtype": ("same", "int8"),
   "generator.kv_dtype": ("same", "int8"),
   "trainer.attention": ("auto", "xla", "tpu", "gpu"),
+  "trainer.lora_publish": ("merged", "adapter"),
   "trainer.optimizer": ("adamw", "muon", "adafactor"),
   "trainer.schedule": ("constant", "linear", "cosine"),
 }
@@ -226,6 +227,12 @@ def _check_values(config: Config) -> None:
   for field in _AT_MOST_ONE:
     if not _get(config, field) <= 1:
       raise _wrong(config, field, "at most 1")
+  if config.trainer.lora_publish == "adapter" and not config.trainer.lora_rank:
+    raise _wrong(
+      config,
+      "trainer.lora_publish",
+      '"merged" where there are no adapters, as config.trainer.lora_rank is 0',
+    )
   rollout_groups(config)
   chunks_ahead(config)
   for field in sorted(_field_names(config)):

@@ -27,6 +27,7 @@ def folders(tmp_path_factory):
     checkpoint__every_steps=1,
     trainer__lora_rank=2,
     trainer__lora_targets=("query", "down"),
+    trainer__lora_publish="adapter",
     trainer__advantage="gae",
     trainer__ema_decay=0.5,
   )

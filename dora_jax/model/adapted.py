@@ -1,6 +1,7 @@
 """A layer's matrix as a frozen base and two factors of what is added to it.
 
-trainer/lora.py says what for.
+trainer/lora.py says what for. Many Weights may have one base: versions of a
+policy that differ by their factors alone.
 """
 
 import dataclasses
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+from dora_jax import interfaces
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +30,33 @@ class Weight:
   a: Any
   b: Any
   scale: float = dataclasses.field(metadata={"static": True})
+
+
+def join(
+  params: interfaces.Params, factors: interfaces.Params, *, scale: float
+) -> interfaces.Params:
+  """The params with a Weight for each matrix that has factors.
+
+  Args:
+    params: the base, as `transformer.init_params` or `layer_list.unstack`
+      makes them; stay in use as they are, so that many may share them.
+    factors: {"blocks": {name: {"a": ..., "b": ...}}}, or a list of such blocks
+      where the params have one.
+    scale: of what is added.
+  """
+
+  def adapt(block, pairs):
+    return block | {
+      name: Weight(base=block[name], scale=scale, **pair)
+      for name, pair in pairs.items()
+    }
+
+  blocks, pairs = params["blocks"], factors["blocks"]
+  if isinstance(blocks, list):
+    adapted = [adapt(*each) for each in zip(blocks, pairs, strict=True)]
+  else:
+    adapted = adapt(blocks, pairs)
+  return params | {"blocks": adapted}
 
 
 def merge(tree: Any) -> Any:

@@ -8,9 +8,10 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from dora_jax import interfaces
-from dora_jax.model import transformer
+from dora_jax.model import matrices, transformer
 
 # In each leaf of a layer: which axis, the layers' included, is the KV heads'.
 _REPEATED = {"key": 2, "value": 2, "key_bias": 1, "value_bias": 1}
@@ -36,21 +37,51 @@ def repeat(params: interfaces.Params, copies: int) -> interfaces.Params:
     params: as `transformer.init_params` makes them.
     copies: a divisor of the query heads of each KV head.
   """
-
-  def convert(name, leaf):
-    if name in _REPEATED:
-      return jnp.repeat(leaf, copies, axis=_REPEATED[name])
-    if name in _DIVIDED:
-      axis = _DIVIDED[name]
-      before, (heads, queries), after = (
-        leaf.shape[:axis],
-        leaf.shape[axis : axis + 2],
-        leaf.shape[axis + 2 :],
-      )
-      return leaf.reshape(*before, heads * copies, queries // copies, *after)
-    return leaf
-
   blocks = {
-    name: convert(name, leaf) for name, leaf in params["blocks"].items()
+    name: _convert(leaf, copies, _REPEATED.get(name), _DIVIDED.get(name))
+    for name, leaf in params["blocks"].items()
   }
   return params | {"blocks": blocks}
+
+
+def repeat_factors(
+  factors: interfaces.Params, copies: int
+) -> interfaces.Params:
+  """The same of factors that are added to such params; see `adapted.join`.
+
+  One of a pair has the KV heads' axis, and with it the query heads'.
+  """
+
+  def convert(name, pair):
+    repeated, divided = _REPEATED.get(name), _DIVIDED.get(name)
+    axis = divided if repeated is None else repeated
+    if axis is None:
+      return pair
+    num_summed = matrices.NUM_SUMMED[name]
+    if axis <= num_summed:
+      return pair | {"a": _convert(pair["a"], copies, repeated, divided)}
+    # The second has the rank in place of all axes that are summed over.
+    move = lambda found: None if found is None else found - num_summed + 1
+    b = _convert(pair["b"], copies, move(repeated), move(divided))
+    return pair | {"b": b}
+
+  blocks = {
+    name: convert(name, pair) for name, pair in factors["blocks"].items()
+  }
+  return factors | {"blocks": blocks}
+
+
+def _convert(
+  leaf: Array, copies: int, repeated: int | None, divided: int | None
+) -> Array:
+  """The leaf with the KV heads' axis made longer; as it is without one."""
+  if repeated is not None:
+    return jnp.repeat(leaf, copies, axis=repeated)
+  if divided is not None:
+    before, (heads, queries), after = (
+      leaf.shape[:divided],
+      leaf.shape[divided : divided + 2],
+      leaf.shape[divided + 2 :],
+    )
+    return leaf.reshape(*before, heads * copies, queries // copies, *after)
+  return leaf

@@ -9,12 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from dora_jax import checkpoint, interfaces, trace, types
 from dora_jax.generator import worker as worker_lib
 from dora_jax.model import transformer
-from dora_jax.parallel import axes, meshes
+from dora_jax.parallel import meshes
 from dora_jax.runtime import canary as canary_lib
 from dora_jax.runtime import (
   evaluation,
@@ -23,9 +21,11 @@ from dora_jax.runtime import (
   following,
   generating,
   local,
+  mesh_base,
   orders,
   part,
   pieces,
+  publishing,
   record,
   recorder,
   resuming,
@@ -146,22 +146,21 @@ def _build(
   inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
   canary = pieces.make_canary(config, task)
   form = served_form.make(config, shape)
-  store = store_lib.WeightStore(
-    shardings={
-      mesh_id: axes.shardings(form.logical_axes, mesh, axes.DECODE)
-      for mesh_id, mesh in enumerate(split.generators)
-    },
-    dtype=jnp.dtype(config.generator.dtype),
-    convert=form.convert,
+  store = form.make_store(split.generators)
+  base = form.make_base(split.generators)
+  publisher = publishing.Publisher(
+    trainer=trainer,
+    store=store,
+    base=base,
+    canary=canary,
+    timeline=timeline,
   )
   trainer_part = training.TrainerPart(
     post=inbox.put,
     trainer=trainer,
-    store=store,
-    canary=canary,
+    publisher=publisher,
     checkpoints=checkpoints,
-    publishes_rounded=form.is_rounded
-    or jnp.dtype(config.generator.dtype) != jnp.float32,
+    publishes_rounded=form.is_rounded,
     timeline=timeline,
   )
   stop_ids, stopping = tokenizer.stop_ids, pieces.make_stopping(config)
@@ -180,6 +179,11 @@ def _build(
     ),
     post=inbox.put,
     store=store,
+    bases=[
+      base
+      and mesh_base.MeshBase(base=base, mesh_id=mesh_id, engine=worker.engine)
+      for mesh_id, worker in enumerate(workers)
+    ],
     canary=canary,
     timeline=timeline,
   )
@@ -257,6 +261,7 @@ def _build(
     canary=canary,
     trainer=trainer,
     trainer_part=trainer_part,
+    publisher=publisher,
     checkpoints=checkpoints,
   )
   runtime = local.LocalRuntime(
@@ -347,6 +352,7 @@ def _build_parts(
   reward_part: scoring.RewardPart,
   post: part.Post,
   store: store_lib.WeightStore,
+  bases: Sequence[mesh_base.MeshBase | None],
   canary: canary_lib.Canary,
   timeline: trace.Trace,
 ) -> executing.Parts:
@@ -370,6 +376,7 @@ def _build_parts(
       worker=worker,
       names=names,
       store=store,
+      base=bases[mesh_id],
       canary=canary,
       timeline=timeline,
     )

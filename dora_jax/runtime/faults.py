@@ -70,7 +70,7 @@ class Losses:
     self._log(failure, lost, versions)
     # Its frames hold params, which would stay in memory with them.
     traceback.clear_frames(failure.error.__traceback__)
-    generator.worker.discard()
+    generator.discard()
     if self._parts.evaluation_id in lost:
       self.is_evaluation_lost = True
       self._evaluator.lose()

@@ -10,7 +10,7 @@ from dora_jax import interfaces, trace, types
 from dora_jax.coordinator import events as ev
 from dora_jax.generator import worker as worker_lib
 from dora_jax.runtime import canary as canary_lib
-from dora_jax.runtime import orders, part, replicas, slices
+from dora_jax.runtime import mesh_base, orders, part, replicas, slices
 from dora_jax.weights import store as store_lib
 
 # How often a generator that decodes says how far it is.
@@ -32,15 +32,29 @@ class GeneratorPart(part.Part):
     worker: worker_lib.MeshWorker,
     names: Mapping[int, str],
     store: store_lib.WeightStore,
+    base: mesh_base.MeshBase | None,
     canary: canary_lib.Canary,
     timeline: trace.Trace,
   ):
+    """Wires.
+
+    Args:
+      post: reaches the runtime.
+      mesh_id: of its mesh.
+      worker: has the generators.
+      names: generator -> what the store knows it by.
+      store: has each version.
+      base: what versions in the store are put on; None where they are whole.
+      canary: tells whether a version is what it should be.
+      timeline: of the run.
+    """
     super().__init__(name=f"generator mesh {mesh_id}", post=post)
     self.busy_s = 0.0
     self.worker = worker
     self._names = names
     self._lanes = {lane.generator_id: lane for lane in worker.lanes}
     self._store = store
+    self._base = base
     self._canary = canary
     self._trace = timeline
     self._tracks = {
@@ -59,6 +73,12 @@ class GeneratorPart(part.Part):
       slot_steps=sum(each.total_slot_steps for each in counters),
       busy_s=self.busy_s,
     )
+
+  def discard(self) -> None:
+    """Lets go of all that it has on its mesh, which has failed."""
+    self.worker.discard()
+    if self._base is not None:
+      self._base.discard()
 
   def work(self) -> None:
     """Carries out orders, and decodes while any request can be decoded."""
@@ -191,12 +211,11 @@ class GeneratorPart(part.Part):
     if carries_live and lane.version is not None:
       # Live requests need params at all times: for a moment there are both.
       before = lane.version
-      params = self._store.place(version, holder=name)
-      num_reprefilled = lane.refresh(version, params)
+      num_reprefilled = lane.refresh(version, self._place(version, name))
       self._store.release(before, holder=name)
     else:
       self._unload(lane)
-      lane.load(version, self._store.place(version, holder=name))
+      lane.load(version, self._place(version, name))
     logprobs = lane.score(self._canary.tokens)
     self._canary.check(version, logprobs, who=name)
     self._trace.span(
@@ -209,6 +228,11 @@ class GeneratorPart(part.Part):
         num_reprefilled=num_reprefilled,
       )
     )
+
+  def _place(self, version: int, name: str) -> interfaces.Params:
+    """All params of a version, on this mesh."""
+    placed = self._store.place(version, holder=name)
+    return placed if self._base is None else self._base.whole(placed)
 
   def _decode(self) -> None:
     # Anew for each chunk, so that a long one can be told.

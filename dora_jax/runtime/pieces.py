@@ -20,6 +20,7 @@ from dora_jax.generator.attention import choice
 from dora_jax.model import huggingface, transformer
 from dora_jax.parallel import axes, meshes
 from dora_jax.runtime import canary as canary_lib
+from dora_jax.runtime import weight_bytes
 from dora_jax.tasks import prompts, sources, templates, tokenizers
 from dora_jax.trainer import (
   advantages,
@@ -370,18 +371,14 @@ def choose_num_pages(
   if generator.num_pages:
     return generator.num_pages
   mesh = split.generators[mesh_id]
-  num_devices = mesh.size
-  num_params = sum(
-    leaf.size
-    for leaf in jax.tree.leaves(
-      transformer.abstract_params(shape, dtype=jnp.float32)
-    )
-  )
+  held = weight_bytes.count(config, make_trained(config, shape))
   # Each lane may hold a version of its own; one more is on its way at times.
-  itemsize = jnp.dtype(generator.dtype).itemsize
-  reserved_bytes = (num_lanes + 1) * num_params * itemsize // num_devices
+  reserved_bytes = held.on_device(
+    num_versions=num_lanes + 1, num_devices=mesh.size
+  )
   if config.mesh.colocated:
     # The trainer's state is there already; not so its gradients and updates.
+    num_params = weight_bytes.count_weights(trained.Policy(shape))
     reserved_bytes += 2 * num_params * 4 // split.trainer.size
   return budget.choose_num_pages(
     memory=budget.measure_memory(
@@ -426,12 +423,7 @@ def make_coordinator(
   """The state machine of config.coordinator."""
   coordinator = config.coordinator
   itemsize = jnp.dtype(config.generator.dtype).itemsize
-  sizes = [
-    leaf.size
-    for leaf in jax.tree.leaves(
-      transformer.abstract_params(shape, dtype=jnp.float32)
-    )
-  ]
+  held = weight_bytes.count(config, make_trained(config, shape))
   kv_size = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width
   return coordinator_lib.Coordinator(
     schedule=make_schedule(config),
@@ -442,7 +434,7 @@ def make_coordinator(
       on_step=coordinator.balance_on_step,
       kv_pressure=coordinator.kv_pressure,
       period_s=coordinator.balance_period_s,
-      weight_bytes=sum(sizes) * itemsize,
+      weight_bytes=held.version,
       kv_token_bytes=kv_size * itemsize,
     ),
     group_size=coordinator.group_size,

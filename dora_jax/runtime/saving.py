@@ -24,6 +24,7 @@ from dora_jax.runtime import (
   evaluation,
   executing,
   group_arrays,
+  publishing,
   record,
   recorder,
   resuming,
@@ -57,6 +58,7 @@ class Saver:
   canary: canary_lib.Canary
   trainer: train_step.Trainer
   trainer_part: training.TrainerPart
+  publisher: publishing.Publisher
   checkpoints: checkpoint.Checkpoints
 
   def is_due(self, version: int) -> bool:
@@ -120,7 +122,7 @@ class Saver:
     self.trainer_part.saved = version
     self._restore_memory(version, extras["trainer"])
     older = self._restore_versions(version, extras["versions"])
-    self.trainer_part.publish()
+    self.publisher.publish()
     self.coordinator.restore(extras["coordinator"])
     arrays = self.checkpoints.tree(
       version,
@@ -149,7 +151,7 @@ class Saver:
     self, version: int, saved: Sequence[dict[str, Any]]
   ) -> list[int]:
     """Brings older versions back where generators still take their form."""
-    abstract = self.trainer_part.abstract_published()
+    abstract = self.publisher.abstract()
     form = _form(abstract)
     if not saved:
       return []

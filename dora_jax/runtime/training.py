@@ -10,8 +10,7 @@ import jax
 from absl import logging
 
 from dora_jax import checkpoint, trace, types
-from dora_jax.runtime import canary as canary_lib
-from dora_jax.runtime import part
+from dora_jax.runtime import part, publishing
 from dora_jax.trainer import train_state, train_step
 from dora_jax.weights import store as store_lib
 
@@ -68,8 +67,7 @@ class TrainerPart(part.Part):
     *,
     post: part.Post,
     trainer: train_step.Trainer,
-    store: store_lib.WeightStore,
-    canary: canary_lib.Canary,
+    publisher: publishing.Publisher,
     checkpoints: checkpoint.Checkpoints,
     publishes_rounded: bool,
     timeline: trace.Trace,
@@ -79,8 +77,7 @@ class TrainerPart(part.Part):
     Args:
       post: reaches the runtime.
       trainer: makes steps.
-      store: gets each version.
-      canary: learns what each version makes of it.
+      publisher: gives each version to generators.
       checkpoints: where versions are saved.
       publishes_rounded: whether the store casts to fewer digits than the
         trainer's.
@@ -88,14 +85,12 @@ class TrainerPart(part.Part):
     """
     super().__init__(name="trainer", post=post)
     self._trainer = trainer
-    self._store = store
-    self._canary = canary
+    self._publisher = publisher
     self._checkpoints = checkpoints
     self._publishes_rounded = publishes_rounded
     self._num_unchanged = 0
     self._trace = timeline
     self._track = timeline.track("trainer", "trainer")
-    self._publish_track = timeline.track("publish", "weights")
     self.saved: int | None = None
     # The state from which a step under way set out.
     self._underway: train_state.TrainState | None = None
@@ -105,35 +100,7 @@ class TrainerPart(part.Part):
 
   def publish(self) -> store_lib.Publication:
     """Makes the trainer's version available to generators."""
-    start_s = time.perf_counter()
-    version, params = self._trainer.version, self._trainer.params()
-    try:
-      publication = self._store.publish(version, params, holder="coordinator")
-    # Nobody has it yet, and the version before is served meanwhile.
-    except jax.errors.JaxRuntimeError as error:
-      logging.warning(
-        "Version %d is published again, as that has failed: %s", version, error
-      )
-      publication = self._store.publish(version, params, holder="coordinator")
-    logprobs = self._trainer.logprobs_of(params, self._canary.tokens)
-    self._canary.expected[version] = logprobs[1:]
-    # Of versions that nobody can be sent any more.
-    alive = self._store.versions()
-    for gone in self._canary.expected.keys() - {version, *alive}:
-      del self._canary.expected[gone]
-    self._trace.span(
-      self._publish_track,
-      f"v{version}",
-      start_s,
-      time.perf_counter(),
-      bytes=publication.num_bytes,
-      arrays_changed=publication.num_changed,
-    )
-    return publication
-
-  def abstract_published(self) -> Any:
-    """Shapes and dtypes of a version as it is published."""
-    return self._store.published_form(self._trainer.params())
+    return self._publisher.publish()
 
   def save(self, order: SaveOrder) -> None:
     """Starts to write a checkpoint, unless there is one of this version.
@@ -232,6 +199,7 @@ class TrainerPart(part.Part):
     self._trace.span(self._track, f"step {step}", start_s, trained_s)
     metrics |= {
       "weights/publish_s": end_s - trained_s,
+      "weights/publish_bytes": publication.num_bytes,
       "weights/arrays_changed": publication.num_changed,
       "weights/unchanged": self._num_unchanged,
       "checkpoint/save_s": self.save_s,

@@ -7,7 +7,8 @@ Source: LoRA, section 4.1 (https://arxiv.org/abs/2106.09685).
 
 Weights, not activations, are added up: one layer's W + scale * A B exists at a
 time, in the pass through that layer. The gradients of A and B are those of the
-chain rule through it, so that generators may be given the sum.
+chain rule through it, so that generators may be given the sum, or the base once
+and then A and B alone.
 """
 
 import dataclasses
@@ -37,6 +38,11 @@ class Settings:
   alpha: float
   targets: tuple[str, ...]
   seed: int
+
+  @property
+  def scale(self) -> float:
+    """How often the product of two factors counts."""
+    return self.alpha / self.rank
 
 
 def check(settings: Settings) -> None:
@@ -120,11 +126,7 @@ class Adapters:
 
   def whole(self, params: Any, frozen: Any) -> interfaces.Params:
     """The base with an adapted.Weight for each target."""
-    scale = self.settings.alpha / self.settings.rank
-    blocks = dict(frozen["blocks"])
-    for name, pair in params["blocks"].items():
-      blocks[name] = adapted.Weight(base=blocks[name], scale=scale, **pair)
-    return frozen | {"blocks": blocks}
+    return adapted.join(frozen, params, scale=self.settings.scale)
 
   def start(self) -> interfaces.Params:
     """Normals of variance 1 / inputs for A, and 0 for B."""

@@ -14,7 +14,7 @@ knows none of them. Published objectives in these names; what is not said is
                  dual_clip, recomputed, tis, constant; mask_truncated,
                  coordinator.filter_groups
   LongCat-Flash-Prover
-                 ppo_clip, recomputed, hispo
+                 dual_clip, recomputed, hispo, constant
   decoupled PPO  ppo_clip, current (AReaL) or loglinear (A-3PO), tis
   IMPALA         aipo; advantage vtrace; without a critic, loss vtrace
 """
@@ -77,6 +77,15 @@ class Objective:
     if self.proximal == "current":
       return self.correction != "none"
     return losses.LOSSES[self.loss].is_bounded
+
+  @property
+  def ratio_to_behavior(self) -> bool:
+    """Whether the loss compares with who sampled, not the proximal policy.
+
+    So HisPO does: there the recomputed policy only tells how far the engines
+    differ, and the clip bounds that difference and the staleness together.
+    """
+    return self.correction == "hispo" and self.proximal == "recomputed"
 
   @property
   def takes_mixed(self) -> bool:
@@ -184,7 +193,9 @@ def _policy_losses(
   loss_BT, bounds = loss(
     losses.Tokens(
       logprobs_BT=logprobs_BT,
-      proximal_logprobs_BT=proximal_BT,
+      proximal_logprobs_BT=sampled.behavior_logprobs_BT
+      if objective.ratio_to_behavior
+      else proximal_BT,
       advantages_BT=sampled.advantages_BT,
       loss_mask_BT=sampled.loss_mask_BT,
       segment_ids_BT=sampled.segment_ids_BT,

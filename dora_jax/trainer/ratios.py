@@ -175,9 +175,18 @@ def hispo(
   """1 where both the sequence's geometric mean and w are within bounds.
 
   sequence_floor <= exp(mean_t log w) <= sequence_cap, and
-  weight_floor <= w <= weight_cap; else 0.
-  Source: the hierarchical mask of LongCat-Flash-Prover, HisPO
-  (https://arxiv.org/abs/2603.21065).
+  weight_floor <= w <= weight_cap; else 0. The source has w = recomputed /
+  behav, what the engines differ by, and |exp(mean_t log w) - 1| < delta_seq,
+  |w - 1| < delta_tok: around "recomputed", with 1 - delta and 1 + delta as
+  bounds, this is its mask but for values on a bound, which are kept here. Its
+  loss then clips the whole ratio, pi / behav; see
+  `objective.Objective.ratio_to_behavior`. Around another policy w has the
+  staleness in it, which the source leaves to the clip.
+
+  We know the formula from three readings of the paper that agree, and the
+  authors' own page describes it in words; none has values of the deltas, so
+  the defaults are ours.
+  Source: HisPO of LongCat-Flash-Prover (https://arxiv.org/abs/2603.21065).
   """
   by_sequence = geometric_mask(
     gaps, sequence_floor=sequence_floor, sequence_cap=sequence_cap

@@ -167,6 +167,22 @@ class Trainer:
     """Of the model in float32, sharded for training; valid until next step."""
     return self._policy.params()
 
+  def trained(self) -> interfaces.Params:
+    """What `train` changes, likewise: the params, or adapters of them.
+
+    Ends a supervised phase, in which there are no adapters.
+    """
+    self._enter_policy()
+    return self._policy.state.params
+
+  def frozen(self) -> interfaces.Params | None:
+    """What adapters are on, in the compute dtype; None where there are none.
+
+    Ends a supervised phase too. No step changes it.
+    """
+    self._enter_policy()
+    return self._policy.frozen
+
   def state(self) -> train_state.TrainState:
     """What a checkpoint must hold beside `version`; valid until next step.
 

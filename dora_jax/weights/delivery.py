@@ -33,17 +33,17 @@ class Delivery:
 
 
 def deliver(
-  version: int,
+  what: str,
   origins: Sequence[origins_lib.Origin],
   shardings: Any,
   *,
   checksums: Mapping[str, int],
 ) -> Delivery:
-  """Copies a version's params to a mesh.
+  """Copies params to a mesh.
 
   Args:
-    version: named in messages.
-    origins: its copies; `origins.nearest` picks the one to begin with.
+    what: they are, for messages, such as "Version 3".
+    origins: their copies; `origins.nearest` picks the one to begin with.
     shardings: on the mesh, one for each array.
     checksums: of what was published.
 
@@ -63,8 +63,8 @@ def deliver(
       if len(left) > 1:
         left = [each for each in left if each is not origin]
       logging.warning(
-        "Version %d did not arrive from the %s's copy, and is sent again: %s",
-        version,
+        "%s did not arrive from the %s's copy, and is sent again: %s",
+        what,
         origin.kind,
         error,
       )

@@ -214,7 +214,7 @@ class WeightStore:
         return entry.copies[mesh_id]
       candidates = self._origins(entry)
     made = delivery.deliver(
-      version,
+      f"Version {version}",
       candidates,
       self._shardings[mesh_id],
       checksums=entry.publication.checksums,

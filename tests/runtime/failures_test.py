@@ -54,7 +54,7 @@ def test_weights_that_are_not_the_trainers_stop_the_run(tmp_path, wrong):
   with build.build(config, tmp_path) as made:
     made.trainer_part.publish()
     # As if the generators' copies had been made of other weights.
-    expected = made.trainer_part._canary.expected
+    expected = made.trainer_part._publisher._canary.expected
     expected[0] = expected[0] + np.float32(wrong)
     start_s = time.monotonic()
     with pytest.raises(

@@ -47,7 +47,7 @@ def test_the_run_goes_on_with_the_generators_that_are_left(tmp_path, caplog):
     break_engine(broken_part.worker, after=_LATER)
     assert made.runtime.run() == "finished"
     assert made.results.summarise(extra={}, command="test") == []
-    store = made.trainer_part._store
+    store = made.trainer_part._publisher._store
     ledger = made.runtime._coordinator.ledger
   summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["steps"] == 5 and summary["rollout_meshes_lost"] == 1
@@ -154,7 +154,7 @@ def test_a_version_that_nobody_can_replace_ends_the_run(tmp_path):
   config = tiny.config(evaluation__num_prompts=0, coordinator__num_steps=1)
   with build.build(config, tmp_path) as made:
     made.trainer_part.publish()
-    store = made.trainer_part._store
+    store = made.trainer_part._publisher._store
     # As if the trainer's copy were where the generator's is, on a dead device.
     store.reserve(0, holder="generator 0", mesh_id=0)
     for leaf in jax.tree.leaves(store.place(0, holder="generator 0")):

@@ -65,6 +65,7 @@ class _World:
         worker=worker,
         names=_NAMES_OF,
         store=self.store,
+        base=None,
         canary=checked,
         timeline=self.timeline,
       )

@@ -184,6 +184,30 @@ def test_a_run_that_follows_a_record_goes_on_with_it(whole, tmp_path):
   assert events[0] == events[1]
 
 
+def test_adapters_go_on_with_the_base_that_was_saved(tmp_path):
+  config = _config(trainer__lora_rank=2, trainer__lora_publish="adapter")
+  first = tiny.run_and_keep(
+    config, tmp_path / "whole", completion_limit=_completion_limit
+  )
+  assert first.reason == "finished" and first.broken == []
+  # At a step's end at which older versions, hence their adapters, were needed.
+  at = next(
+    step
+    for step in range(1, _NUM_STEPS)
+    if _extras(tmp_path / "whole", step)["versions"]
+  )
+  left = _crash(tmp_path / "whole", tmp_path / "left", at=at)
+  ran = tiny.run_and_keep(
+    config,
+    left,
+    follow=tmp_path / "whole" / record.FILE_NAME,
+    completion_limit=_completion_limit,
+  )
+  assert ran.reason == "finished" and ran.broken == []
+  assert ran.summary["generated_tokens"] == ran.summary["trained_tokens"]
+  tiny.assert_same_params(ran.params, first.params)
+
+
 def test_a_run_that_has_ended_is_not_made_again(whole, tmp_path):
   left = tmp_path / "left"
   shutil.copytree(whole, left)

@@ -67,7 +67,7 @@ def test_a_step_of_which_nobody_heard_any_more_is_kept_whole(tmp_path):
 def test_a_publish_that_fails_is_tried_once_more(tmp_path):
   with build.build(_config(), tmp_path) as made:
     made.trainer_part.publish()
-    store = made.trainer_part._store
+    store = made.trainer_part._publisher._store
     convert = store._convert
     fails = itertools.chain([True, False], itertools.repeat(True))
 
@@ -128,7 +128,7 @@ def test_a_step_that_is_not_finite_is_made_of_other_groups(tmp_path):
     _spoil(made.trainer, 2)
     assert made.runtime.run() == "finished"
     assert made.results.summarise(extra={}, command="test") == []
-    assert made.trainer_part._store.versions()[-1] == 3
+    assert made.trainer_part._publisher._store.versions()[-1] == 3
   summary = json.loads((tmp_path / "summary.json").read_text())
   # Two batches of two groups of four came to nothing, three were trained.
   assert (summary["steps"], summary["dropped"], summary["trained"]) == (

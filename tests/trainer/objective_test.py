@@ -92,6 +92,36 @@ def test_longcat_weighs_the_clip_by_the_gap_of_the_engines():
   assert seen.is_capped_BT[0].tolist() == [True, True, False, True]
 
 
+def test_hispo_masks_by_the_engines_and_clips_the_whole_ratio():
+  # Recomputed / recorded is 1.1 and 1.5, of geometric mean 1.28, and 1.1: the
+  # second token alone is masked. Against what was recorded r is 1.4, of which a
+  # gain ends at 1.28 (against the recomputed it would be 1.27), and 2.
+  objective = _changed(
+    loss="dual_clip",
+    proximal="recomputed",
+    correction="hispo",
+    weight_floor=0.8,
+    weight_cap=1.2,
+    sequence_floor=0.7,
+    sequence_cap=1.3,
+  )
+  behavior = -2.0 - np.log([1.4, 1.4, 1.0, 2.0])
+  sampled = _sampled(
+    behavior_logprobs_BT=behavior * [1, 1, 0, 1],
+    recomputed_logprobs_BT=(behavior + np.log([1.1, 1.5, 1.0, 1.1]))
+    * [1, 1, 0, 1],
+  )
+  found, seen = _total(sampled, objective)
+  np.testing.assert_allclose(found, -1.28 + 2 * 3.0, rtol=1e-5)
+  assert seen.is_masked_BT[0].tolist() == [False, True, False, False]
+  assert seen.is_clipped_high_BT[0, 0]
+  # A closer bound on the mean leaves the first sequence out.
+  closer = dataclasses.replace(objective, sequence_cap=1.2)
+  found, seen = _total(sampled, closer)
+  np.testing.assert_allclose(found, 2 * 3.0, rtol=1e-5)
+  assert seen.is_masked_BT[0, :2].all()
+
+
 def test_masked_positions_have_no_influence():
   objective = _changed(
     loss="gspo", proximal="current", correction="hispo", kl="k3"
