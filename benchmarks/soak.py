@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import chaos_config
 from dora_jax import config as config_lib
+from dora_jax import main as main_lib
 from dora_jax.runtime import build, summary
 
 _BLOCK = 50
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
   args = parser.parse_args(argv)
   num_steps = _WARM_STEPS + args.steps
   config = make_config(num_steps)
-  jax.config.update("jax_num_cpu_devices", config.mesh.host_devices)
+  main_lib.prepare_devices(config)
   config_lib.validate(config, num_devices=len(jax.devices()))
   # Written once already, so that what is measured here does not grow itself.
   memory, ends_s, spent_s = np.full((3, num_steps), -1.0)

@@ -25,7 +25,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dora_jax import checkpoint
+from dora_jax import checkpoint, host_memory
 from dora_jax import config as config_lib
 from dora_jax.coordinator import stepping
 from dora_jax.runtime import (
@@ -164,7 +164,8 @@ def _save(made: build.Run) -> str:
 
 
 def prepare_devices(config: Any) -> None:
-  """Makes the CPU devices that the config asks for; before JAX starts."""
+  """Memory, and the CPU devices that the config asks for; before JAX starts."""
+  host_memory.share_arena()
   if config.mesh.host_devices:
     jax.config.update("jax_num_cpu_devices", config.mesh.host_devices)
 
