@@ -8,7 +8,6 @@ sum over devices or micro-batches is never in fewer digits than the masters.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Float
 
 
@@ -30,7 +29,33 @@ def product(
 
 
 def _multiply(spec, values, weight):
-  return jnp.einsum(spec, values, weight.astype(values.dtype))
+  return _dot(spec, values, weight.astype(values.dtype))
+
+
+def _dot(spec, left, right, dtype=None):
+  """An einsum in which each axis lies as a product of matrices leaves it.
+
+  jnp.einsum may name the axes that it sums over in another order than they lie
+  in memory; where these are several, a CPU then copies both arrays first.
+  """
+  terms, out = spec.split("->")
+  of_left, of_right = terms.split(",")
+  shared = [letter for letter in of_left if letter in of_right]
+  batched = [letter for letter in shared if letter in out]
+  summed_over = [letter for letter in shared if letter not in out]
+  kept = [each for each in of_left + of_right if each not in shared]
+  given = "".join(batched + kept)
+  if given != out:
+    raise ValueError(f"{spec!r} wants {out!r}, but a product gives {given!r}.")
+  find = lambda letters: tuple(
+    tuple(map(term.index, letters)) for term in (of_left, of_right)
+  )
+  return jax.lax.dot_general(
+    left,
+    right,
+    (find(summed_over), find(batched)),
+    preferred_element_type=dtype,
+  )
 
 
 def summed(
@@ -45,16 +70,12 @@ def summed(
   shapes of bfloat16 ("Unsupported element type for DotThunk").
   """
   if left.dtype == dtype:
-    return jnp.einsum(spec, left, right)
+    return _dot(spec, left, right)
   return jax.lax.platform_dependent(
     left,
     right,
-    cpu=lambda left, right: jnp.einsum(
-      spec, left.astype(dtype), right.astype(dtype)
-    ),
-    default=lambda left, right: jnp.einsum(
-      spec, left, right, preferred_element_type=dtype
-    ),
+    cpu=lambda left, right: _dot(spec, left.astype(dtype), right.astype(dtype)),
+    default=lambda left, right: _dot(spec, left, right, dtype),
   )
 
 
@@ -66,7 +87,7 @@ def _backward(spec, kept, grad_out):
   values, weight = kept
   terms, out = spec.split("->")
   of_values, of_weight = terms.split(",")
-  grad_values = jnp.einsum(
+  grad_values = _dot(
     f"{out},{of_weight}->{of_values}", grad_out, weight.astype(values.dtype)
   )
   grad_weight = summed(
