@@ -3,15 +3,18 @@
   python -m benchmarks.soak --out=DIR [--steps=2000]
 
 summary.json: rss_slope_bytes_per_step and rss_slope_error, of a line through
-the resident memory of each step after the first 1,500, with the standard error
-of that slope (see `slope`); throughput_ratio, seconds of steps 100 to 200 over
-those of the last 100; cpu_ratio, the same of CPU seconds of all threads, which
-programs beside it lengthen less; versions_alive_max; pages_in_use at the end;
-expected, versions whose canary is still kept. Memory is what is this process's
-own: pages of files, such as code that is called late, are left out.
+the resident memory of every 50th step after the first 1,500, with the standard
+error of that slope (see `slope`); throughput_ratio, seconds of steps 100 to 200
+over those of the last 100; cpu_ratio, the same of CPU seconds of all threads,
+which programs beside it lengthen less; versions_alive_max; pages_in_use at the
+end; expected, versions whose canary is still kept. Memory is what this process
+holds: what is free goes back to the system first, and pages of files, such as
+code that is called late, are left out.
 """
 
 import argparse
+import ctypes
+import gc
 import os
 import pathlib
 import shlex
@@ -27,7 +30,7 @@ from dora_jax import config as config_lib
 from dora_jax import main as main_lib
 from dora_jax.runtime import build, summary
 
-_BLOCK = 50
+_EVERY = 50
 # By then the allocators of all threads hold what they need at once.
 _WARM_STEPS = 1500
 _STATM = pathlib.Path("/proc/self/statm")
@@ -44,24 +47,31 @@ def make_config(num_steps: int) -> Any:
 
 
 def rss_bytes() -> int:
-  """Memory of this process's own that is in place; Linux alone tells it."""
+  """Memory of this process's own that is in place; glibc and Linux tell it.
+
+  What the allocators keep for later comes and goes by megabytes, so that it
+  hides what grows.
+  """
+  gc.collect()
+  ctypes.CDLL(None).malloc_trim(0)
   resident, of_files = map(int, _STATM.read_text().split()[1:3])
   return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def slope(values: np.ndarray) -> tuple[float, float]:
-  """Slope of a line through means over blocks, a step, and its error.
+  """Slope of a line through the memory of every 50th step, and its error.
 
-  A block that is above the line is followed by others that are: allocators take
-  and give back much at once. With a correlation r of neighbours the error is
-  sqrt((1 + r) / (1 - r)) times that of independent ones.
+  One that is above the line is followed by others that are. With a correlation
+  r of neighbours the error is sqrt((1 + r) / (1 - r)) times that of independent
+  ones.
   Source: Bayley and Hammersley (https://doi.org/10.2307/2983560).
+
+  Returns:
+    Both by step.
   """
-  num_blocks = len(values) // _BLOCK
-  means = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).mean(axis=1)
-  steps = (np.arange(num_blocks) + 0.5) * _BLOCK
-  line, covariance = np.polyfit(steps, means, 1, cov=True)
-  left = means - np.polyval(line, steps)
+  steps = _EVERY * np.arange(len(values))
+  line, covariance = np.polyfit(steps, values, 1, cov=True)
+  left = values - np.polyval(line, steps)
   alike = max(float((left[1:] * left[:-1]).sum() / (left**2).sum()), 0.0)
   error = np.sqrt(covariance[0, 0] * (1 + alike) / (1 - alike))
   return float(line[0]), float(error)
@@ -78,13 +88,15 @@ def main(argv: list[str]) -> int:
   main_lib.prepare_devices(config)
   config_lib.validate(config, num_devices=len(jax.devices()))
   # Written once already, so that what is measured here does not grow itself.
-  memory, ends_s, spent_s = np.full((3, num_steps), -1.0)
+  memory = np.full(num_steps // _EVERY, -1.0)
+  ends_s, spent_s = np.full((2, num_steps), -1.0)
   with build.build(config, args.out / "workdir") as made:
     real = made.results.step
 
     def step(version: int, values: Any) -> None:
       real(version, values)
-      memory[version - 1] = rss_bytes()
+      if version % _EVERY == 0:
+        memory[version // _EVERY - 1] = rss_bytes()
       ends_s[version - 1] = time.perf_counter()
       spent_s[version - 1] = time.process_time()
 
@@ -93,17 +105,17 @@ def main(argv: list[str]) -> int:
     made.runtime.run()
     alive = made.runtime._coordinator.versions_alive_max
     pages = sum(part.worker.pages_in_use for part in made.generator_parts)
-  gradient, error = slope(memory[_WARM_STEPS:])
+  gradient, error = slope(memory[_WARM_STEPS // _EVERY :])
   ratio = lambda x: float((x[200] - x[100]) / (x[-1] - x[-101]))
   values = {
-    "steps": int((memory >= 0).sum()),
+    "steps": int((ends_s >= 0).sum()),
     "rss_slope_bytes_per_step": gradient,
     "rss_slope_error": error,
-    "rss_first_mib": memory[_WARM_STEPS] / 2**20,
+    "rss_first_mib": memory[_WARM_STEPS // _EVERY] / 2**20,
     "rss_last_mib": memory[-1] / 2**20,
     **{
-      f"rss_mib/{at + 1}": memory[at] / 2**20
-      for at in range(499, num_steps, 500)
+      f"rss_mib/{at}": memory[at // _EVERY - 1] / 2**20
+      for at in range(500, num_steps + 1, 500)
     },
     "throughput_ratio": ratio(ends_s),
     "cpu_ratio": ratio(spent_s),
