@@ -47,15 +47,20 @@ def _dot(spec, left, right, dtype=None):
   given = "".join(batched + kept)
   if given != out:
     raise ValueError(f"{spec!r} wants {out!r}, but a product gives {given!r}.")
-  find = lambda letters: tuple(
-    tuple(map(term.index, letters)) for term in (of_left, of_right)
-  )
   return jax.lax.dot_general(
     left,
     right,
-    (find(summed_over), find(batched)),
+    (
+      (_find(summed_over, of_left), _find(summed_over, of_right)),
+      (_find(batched, of_left), _find(batched, of_right)),
+    ),
     preferred_element_type=dtype,
   )
+
+
+def _find(letters, term) -> tuple[int, ...]:
+  """Where these letters are in a term."""
+  return tuple(term.index(letter) for letter in letters)
 
 
 def summed(
