@@ -37,6 +37,7 @@ def test_no_weight_is_turned_around_before_it_is_multiplied():
       "BTKGH,KGHD->BTD", *terms
     )
     text = jax.jit(multiply).lower(*terms).compile().as_text()
+    assert text is not None
     assert ("transpose" in text) == turns
 
 
