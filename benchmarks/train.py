@@ -77,9 +77,11 @@ def _cases(shape: str) -> list[Case]:
   return [
     case,
     dataclasses.replace(case, key=f"{key}_packed", is_packed=True),
-    # As many rows at once as there are: larger products.
     dataclasses.replace(
-      case, key=f"{key}_no_padding", stops_early=False, rows_per_batch=8
+      case,
+      key=f"{key}_no_padding",
+      stops_early=False,
+      rows_per_batch=8 if is_small else 4,
     ),
   ]
 

@@ -55,7 +55,9 @@ class Optimization:
     self.state = create(jax.device_put(params, shardings))
     self.frozen = frozen
     self.num_nonfinite = 0
-    self._accumulation = accumulation.choose(loss, loss_settings, trained, mesh)
+    self._accumulation = accumulation.Accumulation(
+      loss, loss_settings, trained, mesh
+    )
     self._update = gradients.make_update(trained, mesh, optimizer)
     self._whole = gradients.make_whole(trained, mesh)
 

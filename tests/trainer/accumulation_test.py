@@ -1,6 +1,5 @@
-"""One scan of a step's micro-batches gives what dispatches of each give."""
+"""Sums of gradients are those of micro-batches one by one."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -45,58 +44,54 @@ def batches():
   return [device_batch.put(batch, _ROWS) for batch in packed]
 
 
-def _sum(ways, batches):
-  """The sum, and what is told of each micro-batch, on the host."""
-  _, shardings = train_state.param_layout(tiny.POLICY, _MESH)
+def test_it_gives_what_gradients_one_by_one_give_for_any_number(batches):
+  loss, settings, policy, _ = _ARGUMENTS
+  _, shardings = train_state.param_layout(policy, _MESH)
   params = jax.device_put(tiny.make_params(), shardings)
-  total, told = ways.sum(params, None, iter(batches), np.float32(50.0))
-  total, told = jax.device_get((total, told))
-  return total, ways.read(told)
+  denominator = np.float32(50.0)
+  sums: Any = accumulation.Accumulation(*_ARGUMENTS)
+  gradient = jax.jit(
+    jax.value_and_grad(
+      lambda params, batch: loss(params, batch, denominator, settings=settings),
+      has_aux=True,
+    )
+  )
 
+  def find(count):
+    total, told = sums.sum(params, None, iter(batches[:count]), denominator)
+    total, told = jax.device_get((total, told))
+    return total, sums.read(told)
 
-def test_a_scan_gives_what_dispatches_give_for_any_number(batches):
-  ways: list[Any] = [
-    accumulation.Dispatches(*_ARGUMENTS),
-    accumulation.Scan(*_ARGUMENTS),
-  ]
   for count in (3, 4, 1):
-    expected, found = (_sum(way, batches[:count]) for way in ways)
-    assert len(found[1]) == count
+    told, parts = zip(
+      *(gradient(params, batch) for batch in batches[:count]), strict=True
+    )
+    expected = jax.tree.map(lambda *each: sum(each), *parts)
+    found = find(count)
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
       found,
-      expected,
+      (expected, [accumulation.Told(*each) for each in told]),
     )
-    again = _sum(ways[1], batches[:count])
-    jax.tree.map(np.testing.assert_array_equal, again, found)
+    jax.tree.map(np.testing.assert_array_equal, find(count), found)
   # Of 3 and 4 it is one program.
-  assert ways[1]._scan._cache_size() == 2
+  assert sums._scan._cache_size() == 2
 
 
-def test_a_scan_holds_the_activations_of_one_micro_batch():
+def test_it_holds_the_activations_of_one_micro_batch():
   zeros: Any = accumulation.make_zeros(tiny.POLICY, _MESH)
   params = jax.eval_shape(zeros)
-  row = (2, 512)
-  shapes = lambda *lead: {
-    name: jax.ShapeDtypeStruct((*lead, *row), dtype)
-    for name, dtype in device_batch.FIELDS.items()
-  }
-  add: Any = accumulation.make_add(*_ARGUMENTS)
   scan: Any = accumulation.make_scan(*_ARGUMENTS)
-  one = add.lower(params, None, params, shapes(), np.float32(1.0))
-  many = scan.lower(
-    params, None, params, shapes(16), np.int32(16), np.float32(1.0)
-  )
-  found = [
-    x.compile().memory_analysis().temp_size_in_bytes for x in (one, many)
-  ]
-  print(f"{found[0] / 2**20:.2f} and {found[1] / 2**20:.2f} MiB")
-  assert found[1] < 1.1 * found[0]
 
+  def temporaries(room):
+    batches = {
+      name: jax.ShapeDtypeStruct((room, 2, 512), dtype)
+      for name, dtype in device_batch.FIELDS.items()
+    }
+    count, denominator = np.int32(room), np.float32(1.0)
+    lowered = scan.lower(params, None, params, batches, count, denominator)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
-def test_layers_that_are_compiled_one_by_one_are_dispatched():
-  loss, settings, policy, mesh = _ARGUMENTS
-  unrolled = dataclasses.replace(settings, unrolls=True)
-  dispatched = accumulation.choose(loss, unrolled, policy, mesh)
-  assert isinstance(dispatched, accumulation.Dispatches)
-  assert isinstance(accumulation.choose(*_ARGUMENTS), accumulation.Scan)
+  one, many = temporaries(1), temporaries(16)
+  print(f"{one / 2**20:.2f} and {many / 2**20:.2f} MiB")
+  assert many < 1.1 * one

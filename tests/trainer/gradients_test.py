@@ -40,20 +40,21 @@ def _settings(mesh, **changes):
   )
 
 
-def _gradient(mesh, *, row_length=24, rows_per_batch=8, scans=False, **changes):
+def _gradient(mesh, *, row_length=24, rows_per_batch=8, **changes):
   """Of a step over as many micro-batches as it takes."""
   batches = tiny.pack(
     tiny.make_groups(), row_length=row_length, rows_per_batch=rows_per_batch
   )
   policy = trained.Policy(tiny.CONFIG)
-  kind = accumulation.Scan if scans else accumulation.Dispatches
-  ways = kind(gradients.policy_loss, _settings(mesh, **changes), policy, mesh)
+  sums = accumulation.Accumulation(
+    gradients.policy_loss, _settings(mesh, **changes), policy, mesh
+  )
   (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
   _, shardings = train_state.param_layout(policy, mesh)
   params = jax.device_put(tiny.make_params(), shardings)
   arrays = [device_batch.put(batch, rows) for batch in batches]
-  total, told = ways.sum(params, None, arrays, np.float32(50.0))
-  assert len(ways.read(jax.device_get(told))) == len(batches)
+  total, told = sums.sum(params, None, arrays, np.float32(50.0))
+  assert len(sums.read(jax.device_get(told))) == len(batches)
   return total
 
 
@@ -68,7 +69,7 @@ def reference():
     ((1, 1, 1), {"rows_per_batch": 1}),
     ((1, 1, 1), {"unrolls": True}),
     ((8, 1, 1), {}),
-    ((1, 2, 1), {"scans": True, "rows_per_batch": 1}),
+    ((1, 2, 1), {"rows_per_batch": 1}),
     ((1, 4, 2), {"remat": True}),
     ((4, 1, 2), {"row_length": 40, "rows_per_batch": 4, "unrolls": True}),
     ((2, 2, 2), {"row_length": 40, "rows_per_batch": 4, "unrolls": True}),
@@ -144,17 +145,19 @@ def test_a_device_keeps_less_of_a_row_that_several_share():
 
   def temporaries(mesh):
     settings = _settings(mesh, config=config, logprob_chunk=256)
-    (rows,) = axes.shardings([("row", "token")], mesh, axes.TRAIN)
-    batch = {
-      name: jax.ShapeDtypeStruct((1, 4096), dtype, sharding=rows)
+    rows = accumulation.stacked_sharding(mesh)
+    batches = {
+      name: jax.ShapeDtypeStruct((1, 1, 4096), dtype, sharding=rows)
       for name, dtype in device_batch.FIELDS.items()
     }
     params = jax.eval_shape(accumulation.make_zeros(policy, mesh))
     # A jitted function, whatever a type checker makes of its cache.
-    accumulate: Any = accumulation.make_add(
+    accumulate: Any = accumulation.make_scan(
       gradients.policy_loss, settings, policy, mesh
     )
-    lowered = accumulate.lower(params, None, params, batch, np.float32(50.0))
+    lowered = accumulate.lower(
+      params, None, params, batches, np.int32(1), np.float32(50.0)
+    )
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
   whole, shared = (
