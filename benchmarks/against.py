@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import rich.console
@@ -12,6 +13,8 @@ import rich.table
 from benchmarks import our_generator, peer, shapes
 
 SLOTS = 32
+# One for each core of the smallest machine that this is measured on.
+MOST_GENERATORS = 2
 _PROMPT_TOKENS = 32
 
 
@@ -28,6 +31,7 @@ class Case:
     num_pairs: at most, where a pair takes long.
     group_sizes: completions that share a prompt, as ours knows; a peer
       prefills each on its own.
+    num_generators: of ours, that share the slots.
   """
 
   name: str
@@ -37,6 +41,7 @@ class Case:
   num_batches: int
   num_pairs: int = 100
   group_sizes: tuple[int, ...] = (1,)
+  num_generators: tuple[int, ...] = (1, MOST_GENERATORS)
 
 
 TUNIX_CASES = (
@@ -83,6 +88,7 @@ TORCH_CASES = (
     stops_early=True,
     num_batches=2,
     num_pairs=3,
+    num_generators=(1,),
   ),
   Case(
     name="135M, none",
@@ -91,12 +97,30 @@ TORCH_CASES = (
     stops_early=False,
     num_batches=1,
     num_pairs=3,
+    num_generators=(1,),
   ),
 )
 
 
 # Makes one run of a peer, of so many batches: what lengths, and seconds.
 _Ask = Callable[[int], tuple[list[int], float]]
+
+
+class _Way(NamedTuple):
+  """How ours does the work of a case; see there."""
+
+  num_generators: int
+  group_size: int
+
+  @property
+  def label(self) -> str:
+    """What distinguishes it from the simplest way, to follow a name."""
+    label = ""
+    if self.group_size > 1:
+      label += f", groups of {self.group_size}"
+    if self.num_generators > 1:
+      label += f", {self.num_generators} generators"
+    return label
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,11 +152,8 @@ def compare(
   )
   for case in cases:
     pairs = _run_pairs(title, case, start, most_pairs=args.pairs)
-    for group_size, of_size in pairs.items():
-      name = case.name
-      if group_size > 1:
-        name += f", groups of {group_size}"
-      _report(title, name, case.limit, of_size, table, values)
+    for way, of_way in pairs.items():
+      _report(title, case.name + way.label, case.limit, of_way, table, values)
   console.print(table)
 
 
@@ -142,29 +163,38 @@ def _run_pairs(
   start: Callable[[Case], tuple[peer.Peer, _Ask]],
   *,
   most_pairs: int,
-) -> dict[int, list[_Pair]]:
-  """Runs the pairs of a case, of each group size."""
+) -> dict[_Way, list[_Pair]]:
+  """Runs the pairs of a case, of each way that ours takes."""
   other, ask = start(case)
-  ours = our_generator.OurGenerator(
-    shapes.BY_NAME[case.shape],
-    num_slots=SLOTS,
-    prompt_tokens=_PROMPT_TOKENS,
-    limit=case.limit,
-  )
-  if other.num_params != ours.num_params:
-    raise RuntimeError(
-      f"{title} has {other.num_params} parameters, ours {ours.num_params}."
+  ours = {
+    number: our_generator.OurGenerators(
+      shapes.BY_NAME[case.shape],
+      num_generators=number,
+      num_slots=SLOTS,
+      prompt_tokens=_PROMPT_TOKENS,
+      limit=case.limit,
     )
-  pairs: dict[int, list[_Pair]] = {size: [] for size in case.group_sizes}
+    for number in case.num_generators
+  }
+  num_params = next(iter(ours.values())).num_params
+  if other.num_params != num_params:
+    raise RuntimeError(
+      f"{title} has {other.num_params} parameters, ours {num_params}."
+    )
+  pairs: dict[_Way, list[_Pair]] = {
+    _Way(number, size): [] for number in ours for size in case.group_sizes
+  }
   # Compiles, and so goes first.
   lengths, _ = ask(1)
-  for size in pairs:
-    ours.generate(lengths, group_size=size)
+  for way in pairs:
+    ours[way.num_generators].generate(lengths, group_size=way.group_size)
   for _ in range(min(most_pairs, case.num_pairs)):
     lengths, theirs_s = ask(case.num_batches)
-    for size, of_size in pairs.items():
-      ours_s = ours.generate(lengths, group_size=size)
-      of_size.append(_Pair(lengths=lengths, theirs_s=theirs_s, ours_s=ours_s))
+    for way, of_way in pairs.items():
+      ours_s = ours[way.num_generators].generate(
+        lengths, group_size=way.group_size
+      )
+      of_way.append(_Pair(lengths=lengths, theirs_s=theirs_s, ours_s=ours_s))
   other.close()
   return pairs
 

@@ -13,6 +13,7 @@ import pathlib
 import shlex
 import sys
 
+import jax
 import matplotlib
 import matplotlib.figure
 import rich.console
@@ -33,6 +34,7 @@ def main() -> None:
   """Runs the parts that are asked for; writes tables, pictures, a summary."""
   args = _parse()
   args.out.mkdir(parents=True, exist_ok=True)
+  jax.config.update("jax_num_cpu_devices", against.MOST_GENERATORS)
   console = rich.console.Console()
   values: dict[str, float] = {}
   if "bound" in args.parts:
