@@ -157,7 +157,9 @@ def _generator() -> config_dict.ConfigDict:
   generator.repetitions = 8  # of a run in a row that end it
   generator.dtype = "float32"  # of weights and KV pages; or "bfloat16"
   # "int8" halves what decoding reads of bfloat16 and costs mismatch_kl_k3, seen
-  # at each step; raise runtime.canary_tolerance with it. "same" is dtype.
+  # at each step; raise runtime.canary_tolerance with it. "same" is dtype. The
+  # quickstart's summary, 2 CPU cores: 5e-13 nats a token, int8 weights 3.1e-5,
+  # int8 KV 2.1e-4, both 1.5e-4 (with --config.runtime.canary_tolerance=0.1).
   generator.weights_dtype = "same"
   # The same of KV pages, with a scale for each token and head. Only attention
   # in plain XLA reads them, so that it is slower than a kernel.

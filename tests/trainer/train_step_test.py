@@ -168,12 +168,14 @@ def test_gradient_that_is_not_finite_changes_nothing():
 def test_callers_params_stay_valid_and_nothing_recompiles():
   params = tiny.make_params()
   trainer = tiny.make_trainer(params=params, rows_per_batch=1)
-  trainer.train(tiny.make_groups(3))
+  # They make 3, 6 and 13 micro-batches, hence programs for 4, 8 and 16.
+  for num_groups in (1, 2, 5):
+    trainer.train(tiny.make_groups(num_groups))
   policy = trainer._policy
-  ways: Any = policy._accumulation
-  functions: list[Any] = [ways._zeros, ways._add, policy._update]
+  sums: Any = policy._accumulation
+  functions: list[Any] = [sums._zeros, sums._stack, sums._scan, policy._update]
   num_compiled = [function._cache_size() for function in functions]
-  for num_groups in (2, 5):
+  for num_groups in (5, 2, 4, 1):
     trainer.train(tiny.make_groups(num_groups))
   assert [function._cache_size() for function in functions] == num_compiled
   _assert_params(params, tiny.make_params(), atol=0.0)

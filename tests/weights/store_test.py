@@ -149,18 +149,23 @@ def test_what_the_host_has_is_a_copy_of_its_own():
       host[...] = 0.0
 
 
+# Of threads for each other, beyond which one hangs: they switch so often that
+# on a busy machine what is compiled first takes many seconds.
+_PATIENCE_S = 120
+
+
 def drive_mesh(store, mesh_id, versions, num_rounds, barrier):
   """Serves and leaves versions at random, as the thread of a mesh does."""
   rng = np.random.default_rng(mesh_id)
   for _ in range(num_rounds):
     # All come at once, and half of them leave at once.
-    barrier.wait(timeout=20)
+    barrier.wait(timeout=_PATIENCE_S)
     version = int(rng.choice(versions))
     check_is(serve(store, version, mesh_id), version, mesh_id)
     leaves_first = rng.integers(2)
     if leaves_first:
       store.release(version, holder=f"generator {mesh_id}")
-    barrier.wait(timeout=20)
+    barrier.wait(timeout=_PATIENCE_S)
     if not leaves_first:
       store.release(version, holder=f"generator {mesh_id}")
 
