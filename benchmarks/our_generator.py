@@ -1,9 +1,9 @@
 """Our generators, driven alone: each a lane on a CPU device of its own."""
 
 import collections
-import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class OurGenerators:
     prompt_tokens: int,
     limit: int,
   ):
-    """Starts none yet.
+    """Loads version 0; generates nothing yet.
 
     Args:
       config: of the model.
@@ -108,31 +108,27 @@ class OurGenerators:
       self._make_group(lengths[first : first + group_size])
       for first in range(0, len(lengths), group_size)
     )
-    sampled = [0] * len(self._workers)
 
-    def drive(index: int, worker: worker_lib.MeshWorker) -> None:
-      lane = worker.lanes[0]
+    def drive(worker: worker_lib.MeshWorker) -> int:
+      """Takes groups until there are none; returns the tokens sampled."""
+      lane, sampled = worker.lanes[0], 0
       while groups or lane.num_live():
         # Whoever will have a slot first takes the next group, and few more.
         while lane.num_live() < self._num_slots + _WAITING:
           try:
-            lane.submit(groups.popleft())
+            group = groups.popleft()
           except IndexError:  # Another one has taken the last.
             break
+          lane.submit(group)
         for _, finished in worker.step():
-          sampled[index] += sum(len(each.completion) for each in finished)
+          sampled += sum(len(each.completion) for each in finished)
+      return sampled
 
-    threads = [
-      threading.Thread(target=drive, args=each)
-      for each in enumerate(self._workers)
-    ]
-    start_s = time.perf_counter()
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    seconds = time.perf_counter() - start_s
-    assert sum(sampled) == sum(lengths), (sampled, sum(lengths))
+    with futures.ThreadPoolExecutor(len(self._workers)) as pool:
+      start_s = time.perf_counter()
+      sampled = sum(pool.map(drive, self._workers))
+      seconds = time.perf_counter() - start_s
+    assert sampled == sum(lengths), (sampled, sum(lengths))
     return seconds
 
   def _make_group(self, lengths: Sequence[int]) -> list[types.Request]:
