@@ -3,8 +3,8 @@
   bound = matmuls alone + bytes of KV in use / bandwidth of a plain copy
 
 The matmuls are those of all layers and of the output head, on as many rows as
-there are slots, weights read from memory as in a real step. Everything is timed
-in turn in one run, so that a slower machine slows all of it down.
+there are slots, weights read from memory and lying as in a real step. All is
+timed in turn in one run, so that a slower machine slows all of it down.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from dora_jax import types
 from dora_jax.generator import engine as engine_lib
 from dora_jax.generator import pages
 from dora_jax.generator.attention import choice
-from dora_jax.model import layer_list, transformer
+from dora_jax.model import layer_list, linear, transformer
 
 _PAGE_SIZE = 64
 _CHUNK_STEPS = 16
@@ -102,15 +102,15 @@ def _matmuls(
   layers = layer_list.unstack(params)["blocks"]
 
   def layer(hidden_BD, block):
-    query_BKGH = jnp.einsum("BD,DKGH->BKGH", hidden_BD, block["query"])
-    key_BKH = jnp.einsum("BD,DKH->BKH", hidden_BD, block["key"])
-    value_BKH = jnp.einsum("BD,DKH->BKH", hidden_BD, block["value"])
-    out_BD = jnp.einsum("BKGH,KGHD->BD", query_BKGH, block["output"])
+    query_BKGH = linear.product("BD,DKGH->BKGH", hidden_BD, block["query"])
+    key_BKH = linear.product("BD,DKH->BKH", hidden_BD, block["key"])
+    value_BKH = linear.product("BD,DKH->BKH", hidden_BD, block["value"])
+    out_BD = linear.product("BKGH,KGHD->BD", query_BKGH, block["output"])
     # So that no product is left out.
     out_BD += key_BKH.sum() + value_BKH.sum()
-    gate_BF = jnp.einsum("BD,DF->BF", out_BD, block["gate"])
-    up_BF = jnp.einsum("BD,DF->BF", out_BD, block["up"])
-    return jnp.einsum("BF,FD->BD", gate_BF * up_BF, block["down"])
+    gate_BF = linear.product("BD,DF->BF", out_BD, block["gate"])
+    up_BF = linear.product("BD,DF->BF", out_BD, block["up"])
+    return linear.product("BF,FD->BD", gate_BF * up_BF, block["down"])
 
   def step(_, hidden_BD):
     for block in layers:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dora_jax import interfaces
+from dora_jax.model import turned
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +21,7 @@ class Weight:
   """weight = base + scale * a b, the product over b's first axis, the rank.
 
   Attributes:
-    base: of the weight's shape.
+    base: of the weight's shape, or turned.
     a: the axes that a product with the weight sums over, then the rank.
     b: the rank, then the weight's other axes.
     scale: a number.
@@ -81,10 +82,20 @@ def _is_adapted(node: Any) -> bool:
   return isinstance(node, Weight)
 
 
-def _merge(weight: Weight) -> Array:
-  added = jnp.tensordot(
-    weight.a, weight.b, axes=1, preferred_element_type=jnp.float32
+def _merge(weight: Weight) -> Array | turned.Turned:
+  if isinstance(weight.base, turned.Turned):
+    added = _multiply(weight.b, weight.a, axes=((0,), (-1,)))
+    return turned.Turned(values=_add(weight.base.values, weight.scale * added))
+  added = _multiply(weight.a, weight.b, axes=1)
+  return _add(weight.base, weight.scale * added)
+
+
+def _multiply(left: Array, right: Array, *, axes: Any) -> Array:
+  return jnp.tensordot(
+    left, right, axes=axes, preferred_element_type=jnp.float32
   )
+
+
+def _add(base: Array, added: Array) -> Array:
   # Rounded once, as generators round what is published.
-  merged = weight.base.astype(jnp.float32) + weight.scale * added
-  return merged.astype(weight.base.dtype)
+  return (base.astype(jnp.float32) + added).astype(base.dtype)

@@ -8,19 +8,30 @@ pass needs of a layer, too.
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from dora_jax import interfaces
+from dora_jax.model import matrices, turned
 
 
 def unstack(params: interfaces.Params) -> interfaces.Params:
-  """The same params, as `transformer.forward` takes them layer after layer.
+  """The same params, as a generator reads them the fastest, layer after layer.
 
-  They are copies, split over devices as before.
+  They are copies, split over devices as before. Plain matrices of the layers
+  are turned; those in int8, which are expanded before they are multiplied by,
+  and factors of adapters stay as they are.
   """
   blocks = params["blocks"]
   num_layers = jax.tree.leaves(blocks)[0].shape[0]
-  take = lambda layer: jax.tree.map(lambda leaf: _slice(leaf, layer), blocks)
+
+  def take(layer):
+    sliced = jax.tree.map(lambda leaf: _slice(leaf, layer), blocks)
+    return {
+      name: turned.turn(leaf, matrices.NUM_SUMMED[name])
+      if name in matrices.NUM_SUMMED and isinstance(leaf, jax.Array)
+      else leaf
+      for name, leaf in sliced.items()
+    }
+
   return params | {"blocks": [take(layer) for layer in range(num_layers)]}
 
 
@@ -48,7 +59,7 @@ def _backward(_, gradients):
 apart.defvjp(_forward, _backward)
 
 
-def _slice(leaf: Array, layer: int) -> Array:
+def _slice(leaf: jax.Array, layer: int) -> jax.Array:
   sharding = leaf.sharding
   if isinstance(sharding, NamedSharding):
     spec = PartitionSpec(*sharding.spec[1:])

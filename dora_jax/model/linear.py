@@ -10,9 +10,13 @@ from typing import Any
 import jax
 from jaxtyping import Float
 
+from dora_jax.model import turned
+
 
 def product(
-  spec: str, values: Float[jax.Array, "..."], weight: Float[jax.Array, "..."]
+  spec: str,
+  values: Float[jax.Array, "..."],
+  weight: Float[jax.Array, "..."] | turned.Turned,
 ) -> Float[jax.Array, "..."]:
   """An einsum of activations and one weight, in the activations' dtype.
 
@@ -23,8 +27,13 @@ def product(
   Args:
     spec: such as "BTD,DF->BTF"; each letter in exactly two of its three parts.
     values: activations.
-    weight: of the same dtype, or a wider one.
+    weight: of the same dtype, or a wider one. One that is turned has no
+      gradient: generators have them.
   """
+  if isinstance(weight, turned.Turned):
+    of_values, of_weight = spec.split("->")[0].split(",")
+    num_summed = sum(letter in of_weight for letter in of_values)
+    return turned.product(values, weight.values, num_summed=num_summed)
   return _product(spec, values, weight)
 
 

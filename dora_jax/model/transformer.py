@@ -24,6 +24,7 @@ from dora_jax.model import (
   linear,
   norm,
   rope,
+  turned,
 )
 
 
@@ -141,14 +142,18 @@ class Block(nnx.Module):
       query_BTKGH, key_BTKH, value_BTKH = self.project(normed_BTD, positions_BT)
       out_BTKGH, kv = attend(query_BTKGH, key_BTKH, value_BTKH, kv, layer)
       hidden_BTD += linear.product(
-        "BTKGH,KGHD->BTD", out_BTKGH, self.output[...]
+        "BTKGH,KGHD->BTD", out_BTKGH, self.output.get_value()
       )
     with jax.named_scope("mlp"):
       normed_BTD = norm.rms_norm(hidden_BTD, self.mlp_norm[...], eps)
-      gate_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.gate[...])
-      up_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.up[...])
+      gate_BTF = linear.product(
+        "BTD,DF->BTF", normed_BTD, self.gate.get_value()
+      )
+      up_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.up.get_value())
       gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
-      hidden_BTD += linear.product("BTF,FD->BTD", gated_BTF, self.down[...])
+      hidden_BTD += linear.product(
+        "BTF,FD->BTD", gated_BTF, self.down.get_value()
+      )
     return hidden_BTD, kv
 
   def project(
@@ -158,9 +163,13 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of a layer, rotated to their positions."""
     config = self.config
-    query_BTKGH = linear.product("BTD,DKGH->BTKGH", normed_BTD, self.query[...])
-    key_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.key[...])
-    value_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.value[...])
+    query_BTKGH = linear.product(
+      "BTD,DKGH->BTKGH", normed_BTD, self.query.get_value()
+    )
+    key_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.key.get_value())
+    value_BTKH = linear.product(
+      "BTD,DKH->BTKH", normed_BTD, self.value.get_value()
+    )
     if config.qkv_bias:
       query_BTKGH = linear.add_bias(query_BTKGH, self.query_bias[...])
       key_BTKH = linear.add_bias(key_BTKH, self.key_bias[...])
@@ -331,9 +340,4 @@ def unembed(
   hidden: Float[jax.Array, "*rows D"],
 ) -> Float[jax.Array, "*rows V"]:
   """Logits of hidden states after the final norm, in fp32."""
-  return jnp.einsum(
-    "...D,VD->...V",
-    hidden,
-    head(params, config),
-    preferred_element_type=jnp.float32,
-  )
+  return turned.product(hidden, head(params, config), dtype=jnp.float32)

@@ -1,0 +1,96 @@
+"""Matrices turned around, their outputs first, for generators on CPUs.
+
+XLA's product of few rows and a weight packs the weight anew each time, which
+takes longer than multiplying by it. One that puts the weight first reads it as
+it lies, if the axes that are summed over come last: half of the time for 16 or
+32 rows of a model of 29M parameters.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+# From so many rows on XLA takes another way, that gains nothing by the order.
+_MANY_ROWS = 64
+# Rows are lanes of the vectors that they are computed in. A few at the end, in
+# a shorter vector, would be rounded otherwise.
+_VECTOR_ROWS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turned:
+  """A matrix of one layer, turned.
+
+  Attributes:
+    values: the axes of its output, then those that a product sums over.
+  """
+
+  values: Any
+
+
+def turn(weight: Array, num_summed: int) -> Turned:
+  """A copy of a matrix, turned, and split over devices as before.
+
+  Args:
+    weight: the axes that a product sums over, then those of the output.
+    num_summed: how many it sums over.
+  """
+  order = (*range(num_summed, weight.ndim), *range(num_summed))
+  values = weight.transpose(order)
+  sharding = weight.sharding
+  if isinstance(sharding, NamedSharding):
+    names = (*sharding.spec, *[None] * weight.ndim)
+    spec = PartitionSpec(*(names[axis] for axis in order))
+    values = jax.device_put(values, NamedSharding(sharding.mesh, spec))
+  return Turned(values=values)
+
+
+def product(
+  rows: Float[jax.Array, "..."],
+  weight: Float[jax.Array, "..."],
+  *,
+  num_summed: int = 1,
+  dtype: jax.typing.DTypeLike | None = None,
+) -> Float[jax.Array, "..."]:
+  """Activations times the values of a turned matrix.
+
+  On a CPU a row comes out the same, bit by bit, wherever it stands among up to
+  63, and wherever it stands among more; but not by the one as by the other.
+
+  Args:
+    rows: activations; their last axes are summed over.
+    weight: of the same dtype; the axes of the output, then those.
+    num_summed: axes that it sums over.
+    dtype: of the result; None is that of the activations.
+  """
+  lead, summed = rows.shape[:-num_summed], rows.shape[-num_summed:]
+  rows = rows.reshape(-1, *summed)
+  num_rows, num_outputs = rows.shape[0], weight.ndim - num_summed
+  of_rows = tuple(range(1, rows.ndim))
+  of_weight = tuple(range(num_outputs, weight.ndim))
+
+  def rows_first(rows, weight):
+    axes = (of_rows, of_weight), ((), ())
+    return jax.lax.dot_general(rows, weight, axes, preferred_element_type=dtype)
+
+  def weight_first(rows, weight):
+    padding = [(0, -num_rows % _VECTOR_ROWS), *[(0, 0)] * num_summed]
+    rows = jnp.pad(rows, padding)
+    axes = (of_weight, of_rows), ((), ())
+    out = jax.lax.dot_general(weight, rows, axes, preferred_element_type=dtype)
+    # Else XLA would swap the two again, to spare itself a small transpose.
+    out = jax.lax.optimization_barrier(out)
+    return jnp.moveaxis(out, -1, 0)[:num_rows]
+
+  if num_rows < _MANY_ROWS:
+    out = jax.lax.platform_dependent(
+      rows, weight, cpu=weight_first, default=rows_first
+    )
+  else:
+    out = rows_first(rows, weight)
+  return out.reshape(*lead, *out.shape[1:])
