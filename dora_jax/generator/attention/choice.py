@@ -1,5 +1,7 @@
 """Which attention over pages a generator mesh takes."""
 
+import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -25,16 +27,26 @@ def choose(
     page_size: token positions of a page.
     dtype: of the KV pool.
   """
-  return kernel_choice.choose(
+  chosen = kernel_choice.choose(
     name,
     mesh,
     makers={
       "xla": xla.XlaAttention,
       "tpu": lambda: tpu.TpuAttention(mesh=mesh),
-      "gpu": lambda: gpu.GpuAttention(mesh=mesh),
+      "gpu": lambda: gpu.GpuAttention(
+        mesh=mesh, prefills_by=gpu.prefills_by(config, dtype)
+      ),
     },
     find_obstacle=lambda made: made.find_obstacle(
       config, page_size=page_size, dtype=dtype
     ),
     field="config.generator.attention",
   )
+  if isinstance(chosen, gpu.GpuAttention):
+    logging.info(
+      "Prefill is by %s, as KV pages are %s and heads %d wide.",
+      chosen.prefills_by,
+      jnp.dtype(dtype).name,
+      config.head_width,
+    )
+  return chosen

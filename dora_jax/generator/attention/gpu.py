@@ -1,38 +1,58 @@
-"""Attention over pages on GPUs: one Triton kernel for decode and prefill."""
+"""Attention over pages on GPUs: a Triton kernel, and cuDNN for prefill."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from dora_jax.generator import kv_pool
-from dora_jax.generator.attention import base, gpu_kernel
+from dora_jax.generator.attention import base, gpu_kernel, gpu_prefill
 from dora_jax.model import attention, transformer
 
 _MOST_HEAD_WIDTH = 256
+# Of cuDNN's attention on all GPUs that it serves; Hopper's takes 256.
+_MOST_CUDNN_WIDTH = 128
+
+
+def prefills_by(
+  config: transformer.ModelConfig, dtype: DTypeLike
+) -> Literal["cudnn", "kernel"]:
+  """What prefills a model with such KV pages.
+
+  Args:
+    config: sizes of the model.
+    dtype: of the KV pool.
+  """
+  is_short = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+  serves = is_short and config.head_width <= _MOST_CUDNN_WIDTH
+  return "cudnn" if serves else "kernel"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuAttention:
-  """Decodes and prefills by a kernel that reads the pages in use.
+  """Decodes by a kernel that reads the pages in use.
 
-  In decoding, several programs share a sequence. cuDNN has no attention over
-  pages: a block of a prompt would have to gather all that comes before it.
+  In decoding, several programs share a sequence. Prefill is cuDNN's, over pages
+  that are gathered, where it can serve: it has no attention in float32. There,
+  and for wide heads, the kernel prefills too.
 
   A page holds its keys and its values as [K, O, H], O its positions.
   Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding).
 
   Attributes:
     mesh: of the generator; each device runs the kernel on its own KV heads.
+    prefills_by: "cudnn" or "kernel"; "xla" stands in for cuDNN in tests.
     interpret: whether to simulate the kernel, on whatever devices there are.
   """
 
   mesh: Mesh
+  prefills_by: Literal["cudnn", "kernel", "xla"]
   interpret: bool = False
   name: str = "gpu"
 
@@ -94,7 +114,12 @@ class GpuAttention:
       return pages_LJKOH.at[layer, filled_C].set(rows_CKOH)
 
     readable_RC = kv_pool.without_trash(page_table_RC)
-    return self._attend_after(write, readable_RC, start_R)
+    if self.prefills_by == "kernel":
+      return self._attend_after(write, self._kernel(), readable_RC, start_R)
+    attend = functools.partial(
+      gpu_prefill.attend_blocks, implementation=self.prefills_by
+    )
+    return self._attend_after(write, attend, readable_RC, start_R)
 
   def decode(
     self,
@@ -114,47 +139,49 @@ class GpuAttention:
 
     # A slot without a request reads as little as it can.
     start_B = jnp.where(is_active_B, position_B, 0)
-    return self._attend_after(write, page_table_BC, start_B)
+    return self._attend_after(write, self._kernel(), page_table_BC, start_B)
+
+  def _kernel(self) -> Callable[..., Array]:
+    return functools.partial(gpu_kernel.attend_pages, interpret=self.interpret)
 
   def _attend_after(
     self,
     write: Callable[..., Array],
+    read: Callable[..., Array],
     page_table_BC: Int[Array, "B C"],
     start_B: Int[Array, "B"],
   ) -> attention.Attend:
-    """The callback that writes the new keys and values, then attends."""
+    """The callback that writes the new keys and values, then attends.
+
+    Each device does so with the KV heads that it has.
+    """
+    # Queries and pools both have their KV heads in the third place.
+    heads, everywhere = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    read_heads = jax.shard_map(
+      read,
+      mesh=self.mesh,
+      in_specs=(heads, heads, heads, everywhere, everywhere, everywhere),
+      out_specs=heads,
+      # Nobody knows what varies over devices within a kernel.
+      check_vma=False,
+    )
 
     def attend(query_BTKGH, key_BTKH, value_BTKH, pool, layer):
       pool = kv_pool.KvPool(
         keys=write(pool.keys, key_BTKH, layer),
         values=write(pool.values, value_BTKH, layer),
       )
-      out_BTKGH = self._run_kernel(
-        query_BTKGH, pool, page_table_BC, start_B, layer
+      out_BTKGH = read_heads(
+        query_BTKGH,
+        pool.keys,
+        pool.values,
+        page_table_BC,
+        start_B,
+        layer[None],
       )
       return out_BTKGH, pool
 
     return attend
-
-  def _run_kernel(
-    self,
-    query_BTKGH: Float[Array, "B T K G H"],
-    pool: kv_pool.KvPool,
-    page_table_BC: Int[Array, "B C"],
-    start_B: Int[Array, "B"],
-    layer: Int[Array, ""],
-  ) -> Float[Array, "B T K G H"]:
-    """Runs the kernel on each device, on the KV heads that it has."""
-    # Queries and pools both have their KV heads in the third place.
-    heads, everywhere = PartitionSpec(None, None, "tensor"), PartitionSpec()
-    return jax.shard_map(
-      functools.partial(gpu_kernel.attend_pages, interpret=self.interpret),
-      mesh=self.mesh,
-      in_specs=(heads, heads, heads, everywhere, everywhere, everywhere),
-      out_specs=heads,
-      # Nobody knows what varies over devices within the kernel.
-      check_vma=False,
-    )(query_BTKGH, pool.keys, pool.values, page_table_BC, start_B, layer[None])
 
 
 def _is_tile(size: int) -> bool:

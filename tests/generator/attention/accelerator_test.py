@@ -9,7 +9,8 @@ import pytest
 
 from dora_jax import types
 from dora_jax.generator import engine as engine_lib
-from dora_jax.generator.attention import choice, xla
+from dora_jax.generator import kv_pool
+from dora_jax.generator.attention import choice, gpu, xla
 from dora_jax.model import transformer
 from dora_jax.parallel import axes
 from tests.generator.attention import paged
@@ -44,6 +45,41 @@ def test_the_kernel_gives_what_xla_gives():
   for one, other in zip(found, expected, strict=True):
     # bf16 keeps 8 bits; the outputs are below 4.
     np.testing.assert_allclose(one, other, atol=2**-6, rtol=0)
+
+
+@pytest.mark.skipif(
+  jax.default_backend() != "gpu", reason="only GPUs have two ways to prefill"
+)
+def test_both_ways_to_prefill_give_the_same(capsys):
+  mesh, config = _make_mesh(), paged.make_config(num_queries=7)
+  num_rows, num_tokens, num_columns = 4, 64, 64
+  tokens = paged.draw_tokens(config, 0, num_rows, num_tokens, jnp.bfloat16)
+  table_RC = np.arange(1, 1 + num_rows * num_columns, dtype=np.int32)
+  table_RC = table_RC.reshape(num_rows, num_columns)
+  # The last blocks of four prompts of 4,096 tokens.
+  start_R = np.full(num_rows, (num_columns - 1) * _PAGE_SIZE, np.int32)
+  outputs = []
+  for way in ("cudnn", "kernel"):
+    ours = gpu.GpuAttention(mesh=mesh, prefills_by=way)
+    pool = ours.create_pool(
+      config,
+      mesh=mesh,
+      num_pages=1 + table_RC.size,
+      page_size=_PAGE_SIZE,
+      dtype=jnp.bfloat16,
+    )
+    noise = jax.random.normal(jax.random.key(0), pool.keys.shape, jnp.bfloat16)
+    pool = kv_pool.KvPool(keys=noise, values=noise)
+    fill = lambda ours=ours, pool=pool: jax.block_until_ready(
+      paged.prefill(ours, pool, tokens, start_R, table_RC, table_RC[:, -1:])
+    )
+    fill()
+    start_s = time.perf_counter()
+    outputs.append(np.asarray(fill()[0], np.float32))
+    with capsys.disabled():
+      micros = 1e6 * (time.perf_counter() - start_s)
+      print(f"\n{way}: {micros:.0f} us for {num_rows * num_tokens} tokens")
+  np.testing.assert_allclose(*outputs, atol=2**-6, rtol=0)
 
 
 def test_decoding_comes_close_to_reading_the_weights(capsys):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -52,7 +53,7 @@ def test_the_devices_decide_unless_the_config_does(
 ):
   with caplog.at_level(logging.INFO):
     assert _choose(name, platform, **changes).name == taken
-  assert len(caplog.messages) == (name == "auto")
+  assert len(caplog.messages) == (name == "auto") + (taken == "gpu")
   if changes:
     assert "must be a" in caplog.text
 
@@ -81,6 +82,7 @@ def test_the_config_and_the_choice_know_the_same_names():
 
 def test_an_implementation_is_what_compiled_functions_are_kept_under():
   mesh = tiny.make_mesh(2)
-  for kind in (tpu.TpuAttention, gpu.GpuAttention):
+  make_gpu = functools.partial(gpu.GpuAttention, prefills_by="cudnn")
+  for kind in (tpu.TpuAttention, make_gpu):
     assert hash(kind(mesh=mesh)) == hash(kind(mesh=tiny.make_mesh(2)))
     assert kind(mesh=mesh) != kind(mesh=tiny.make_mesh(1))
