@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dora_jax import interfaces
 from dora_jax.generator import kv_pool, sampling
 from dora_jax.generator.attention import base
-from dora_jax.model import attention, transformer
+from dora_jax.model import attention, rope, transformer
 
 # Of one request, beside those of the tokenizer.
 MAX_STOP_IDS = 8
@@ -223,6 +223,10 @@ def decode(
     jnp.int32,
   )
 
+  # Within the loop XLA would compute them anew in each layer, for each head.
+  step_T1 = jnp.arange(chunk_steps, dtype=jnp.int32)[:, None]
+  rotation = transformer.find_rotation(config, slots.position_B[None] + step_T1)
+
   def goes_on(carry):
     step, _, slots, _ = carry
     num_active = slots.is_active_B.sum()
@@ -231,7 +235,14 @@ def decode(
 
   def decode_step(carry):
     step, pool, slots, packed_TFB = carry
-    pool, drawn = _draw_tokens(served.params, pool, slots, config, paged)
+    pool, drawn = _draw_tokens(
+      served.params,
+      pool,
+      slots,
+      jax.tree.map(lambda steps: steps[step, :, None], rotation),
+      config,
+      paged,
+    )
     row_FB = _pack_row(drawn, served.version, slots.is_active_B)
     packed_TFB = packed_TFB.at[step].set(row_FB)
     slots = _advance(slots, drawn.token_B, stop_ids)
@@ -246,6 +257,7 @@ def _draw_tokens(
   params: interfaces.Params,
   pool: kv_pool.KvPool,
   slots: Slots,
+  rotation: rope.Rotation,
   config: transformer.ModelConfig,
   paged: base.PagedAttention,
 ) -> tuple[kv_pool.KvPool, sampling.Drawn]:
@@ -257,7 +269,7 @@ def _draw_tokens(
     params,
     config,
     slots.token_B[:, None],
-    slots.position_B[:, None],
+    rotation,
     attend=attend,
     kv=pool,
   )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,22 +56,34 @@ def inverse_frequencies(
   return blended.astype(np.float32)
 
 
-def rotate(
-  heads: Float[jax.Array, "B T *heads H"],
-  positions_BT: Int[jax.Array, "B T"],
-  frequencies: Float[np.ndarray, "half"],
-) -> Float[jax.Array, "B T *heads H"]:
-  """Turns pair (i, i + H/2) of each head by position * frequencies[i].
+class Rotation(NamedTuple):
+  """Cosines and sines of what each pair of each token turns by."""
 
-  The halves form the pairs, as in Hugging Face checkpoints, not neighbours.
+  cos_BTI: Float[jax.Array, "B T half"]
+  sin_BTI: Float[jax.Array, "B T half"]
+
+
+def find_rotation(
+  positions_BT: Int[jax.Array, "B T"], frequencies: Float[np.ndarray, "half"]
+) -> Rotation:
+  """Pair i turns by position * frequencies[i]; alike for all heads and layers.
+
   Computes in fp32: a bf16 angle is off by radians at position 1000.
   """
-  num_head_axes = heads.ndim - 3
-  positions = positions_BT.astype(jnp.float32).reshape(
-    positions_BT.shape + (1,) * (num_head_axes + 1)
-  )
-  angles = positions * frequencies.reshape((1,) * (heads.ndim - 1) + (-1,))
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  positions_BT1 = positions_BT.astype(jnp.float32)[..., None]
+  angles_BTI = positions_BT1 * frequencies[None, None]
+  return Rotation(cos_BTI=jnp.cos(angles_BTI), sin_BTI=jnp.sin(angles_BTI))
+
+
+def rotate(
+  heads: Float[jax.Array, "B T *heads H"], rotation: Rotation
+) -> Float[jax.Array, "B T *heads H"]:
+  """Turns pair (i, i + H/2) of each head by its token's angle i, in fp32.
+
+  The halves form the pairs, as in Hugging Face checkpoints, not neighbours.
+  """
+  head_axes = range(2, heads.ndim - 1)
+  cos, sin = (jnp.expand_dims(each, head_axes) for each in rotation)
   first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
   rotated = [first * cos - second * sin, second * cos + first * sin]
   return jnp.concatenate(rotated, axis=-1).astype(heads.dtype)

@@ -130,7 +130,7 @@ class Block(nnx.Module):
   def __call__(
     self,
     hidden_BTD: Float[jax.Array, "B T D"],
-    positions_BT: Int[jax.Array, "B T"],
+    rotation: rope.Rotation,
     attend: attention.Attend,
     kv: Any,
     layer: Int[jax.Array, ""],
@@ -139,7 +139,7 @@ class Block(nnx.Module):
     eps = self.config.norm_eps
     with jax.named_scope("attention"):
       normed_BTD = norm.rms_norm(hidden_BTD, self.attention_norm[...], eps)
-      query_BTKGH, key_BTKH, value_BTKH = self.project(normed_BTD, positions_BT)
+      query_BTKGH, key_BTKH, value_BTKH = self.project(normed_BTD, rotation)
       out_BTKGH, kv = attend(query_BTKGH, key_BTKH, value_BTKH, kv, layer)
       hidden_BTD += linear.product(
         "BTKGH,KGHD->BTD", out_BTKGH, self.output.get_value()
@@ -159,7 +159,7 @@ class Block(nnx.Module):
   def project(
     self,
     normed_BTD: Float[jax.Array, "B T D"],
-    positions_BT: Int[jax.Array, "B T"],
+    rotation: rope.Rotation,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of a layer, rotated to their positions."""
     config = self.config
@@ -178,11 +178,8 @@ class Block(nnx.Module):
     if config.qk_norm:
       query_BTKGH = norm.rms_norm(query_BTKGH, self.query_norm[...], eps)
       key_BTKH = norm.rms_norm(key_BTKH, self.key_norm[...], eps)
-    frequencies = rope.inverse_frequencies(
-      config.head_width, config.rope_theta, config.rope_scaling
-    )
-    query_BTKGH = rope.rotate(query_BTKGH, positions_BT, frequencies)
-    key_BTKH = rope.rotate(key_BTKH, positions_BT, frequencies)
+    query_BTKGH = rope.rotate(query_BTKGH, rotation)
+    key_BTKH = rope.rotate(key_BTKH, rotation)
     return query_BTKGH, key_BTKH, value_BTKH
 
 
@@ -203,7 +200,7 @@ class Transformer(nnx.Module):
   def __call__(
     self,
     tokens_BT: Int[jax.Array, "B T"],
-    positions_BT: Int[jax.Array, "B T"],
+    rotation: rope.Rotation,
     *,
     attend: attention.Attend,
     kv: Any,
@@ -224,7 +221,7 @@ class Transformer(nnx.Module):
       # Here, so that no more than a layer of rounded or adapted weights is ever
       # expanded.
       block = nnx.merge(block_def, adapted.merge(int8.dequantize(state)))
-      hidden_BTD, kv = block(hidden_BTD, positions_BT, attend, kv, layer)
+      hidden_BTD, kv = block(hidden_BTD, rotation, attend, kv, layer)
       return (constrain(hidden_BTD), kv), None
 
     if remat:
@@ -280,11 +277,21 @@ def logical_axes(config: ModelConfig) -> interfaces.Params:
   return axes
 
 
+def find_rotation(
+  config: ModelConfig, positions_BT: Int[jax.typing.ArrayLike, "B T"]
+) -> rope.Rotation:
+  """What the heads of tokens at these positions turn by, in all layers."""
+  frequencies = rope.inverse_frequencies(
+    config.head_width, config.rope_theta, config.rope_scaling
+  )
+  return rope.find_rotation(jnp.asarray(positions_BT), frequencies)
+
+
 def forward(
   params: interfaces.Params,
   config: ModelConfig,
   tokens_BT: Int[jax.typing.ArrayLike, "B T"],
-  positions_BT: Int[jax.typing.ArrayLike, "B T"],
+  positions: Int[jax.typing.ArrayLike, "B T"] | rope.Rotation,
   *,
   attend: attention.Attend,
   kv: Any = None,
@@ -298,7 +305,8 @@ def forward(
     params: as `init_params` or `layer_list.unstack` makes them.
     config: what they were made for.
     tokens_BT: token ids.
-    positions_BT: of each token in its own sequence, for the rotary positions.
+    positions: of each token in its own sequence, [B, T], for the rotary ones;
+      or what `find_rotation` makes of them.
     attend: mixes the tokens of a layer; see `attention.Attend`.
     kv: handed to `attend` layer after layer as the scan's carry, so that a pool
       with a leading L axis is updated in place.
@@ -314,10 +322,11 @@ def forward(
   if layers is not None:
     params = params | {"blocks": layers[0]}
   model = nnx.merge(_structure(config)[0], params)
-  tokens_BT, positions_BT = jnp.asarray(tokens_BT), jnp.asarray(positions_BT)
+  if not isinstance(positions, rope.Rotation):
+    positions = find_rotation(config, positions)
   return model(
-    tokens_BT,
-    positions_BT,
+    jnp.asarray(tokens_BT),
+    positions,
     attend=attend,
     kv=kv,
     layers=layers,

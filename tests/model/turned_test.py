@@ -47,7 +47,7 @@ def test_a_row_comes_out_the_same_wherever_it_stands(width):
 
 def test_few_rows_are_multiplied_without_packing_the_weight():
   # XLA swaps operands where it may, and would then pack what comes second.
-  compile_for = lambda num_rows: (
+  compile_for = lambda num_rows: str(
     jax.jit(lambda rows, weight: turned.product(rows, weight) + 1)
     .lower(jnp.zeros((num_rows, 24)), jnp.zeros((96, 24)))
     .compile()
