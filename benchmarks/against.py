@@ -141,7 +141,16 @@ def compare(
   console: rich.console.Console,
   values: dict[str, float],
 ) -> None:
-  """Runs pairs of a peer and ours; the ratio of each pair counts."""
+  """Runs pairs of a peer and ours; the ratio of each pair counts.
+
+  Args:
+    title: of the peer.
+    cases: those of args.shapes are run.
+    start: starts the peer for a case; returns it, and what has it run.
+    args: of the command.
+    console: for the table.
+    values: gets those of the summary.
+  """
   table = rich.table.Table(
     "case",
     "mean length",
@@ -152,6 +161,8 @@ def compare(
     title=f"Against {title}",
   )
   for case in cases:
+    if case.shape not in args.shapes:
+      continue
     pairs = _run_pairs(title, case, start, most_pairs=args.pairs)
     for way, of_way in pairs.items():
       _report(title, case.name + way.label, case.limit, of_way, table, values)

@@ -99,17 +99,21 @@ def _matmuls(
 ) -> Callable[[], float]:
   """Times the matmuls of a decode step."""
 
-  layers = layer_list.unstack(params)["blocks"]
+  layers = layer_list.join(layer_list.unstack(params))["blocks"]
 
   def layer(hidden_BD, block):
-    query_BKGH = linear.product("BD,DKGH->BKGH", hidden_BD, block["query"])
-    key_BKH = linear.product("BD,DKH->BKH", hidden_BD, block["key"])
-    value_BKH = linear.product("BD,DKH->BKH", hidden_BD, block["value"])
+    query_BKGH, key_BKH, value_BKH = linear.products(
+      hidden_BD,
+      ("BD,DKGH->BKGH", block["query"]),
+      ("BD,DKH->BKH", block["key"]),
+      ("BD,DKH->BKH", block["value"]),
+    )
     out_BD = linear.product("BKGH,KGHD->BD", query_BKGH, block["output"])
     # So that no product is left out.
     out_BD += key_BKH.sum() + value_BKH.sum()
-    gate_BF = linear.product("BD,DF->BF", out_BD, block["gate"])
-    up_BF = linear.product("BD,DF->BF", out_BD, block["up"])
+    gate_BF, up_BF = linear.products(
+      out_BD, ("BD,DF->BF", block["gate"]), ("BD,DF->BF", block["up"])
+    )
     return linear.product("BF,FD->BD", gate_BF * up_BF, block["down"])
 
   def step(_, hidden_BD):

@@ -1,7 +1,8 @@
 """Measures the generator: against its bound, and against peers' samplers.
 
   python -m benchmarks.rollout --out=DIR [--tunix_python=PATH] \
-    [--torch_python=PATH] [--parts=bound,curves,tunix,torch] [--pairs=5]
+    [--torch_python=PATH] [--parts=bound,curves,tunix,torch] [--pairs=5] \
+    [--shapes=1.1M,29M,135M]
 
 A peer runs in an environment of its own, whose interpreter the flags name;
 README.md says how to make one. A pair is one run of the peer and one of ours,
@@ -12,6 +13,7 @@ import argparse
 import pathlib
 import shlex
 import sys
+from collections.abc import Sequence
 
 import jax
 import matplotlib
@@ -24,6 +26,7 @@ from dora_jax.runtime import summary
 
 _PARTS = ("bound", "curves", "tunix", "torch")
 _BOUND_CONTEXTS = (64, 256)
+_BOUND_SHAPES = ("1.1M", "29M")
 _BOUND_ROUNDS = 15
 _CURVE_CONTEXTS = (32, 64, 128, 256, 512, 1024)
 _CURVE_SLOTS = (1, 2, 4, 8, 16, 32, 64)
@@ -38,7 +41,7 @@ def main() -> None:
   console = rich.console.Console()
   values: dict[str, float] = {}
   if "bound" in args.parts:
-    _bound(console, values)
+    _bound(args.shapes, console, values)
   if "curves" in args.parts:
     _curves(args.out, values)
   if "tunix" in args.parts:
@@ -67,7 +70,18 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--torch_python", help="of one with transformers, torch")
   parser.add_argument("--parts", help=f"among {', '.join(_PARTS)}")
   parser.add_argument("--pairs", type=int, default=5)
+  parser.add_argument(
+    "--shapes",
+    default=",".join(shapes.BY_NAME),
+    help="of models, to leave others out; curves have one of their own",
+  )
   args = parser.parse_args()
+  args.shapes = args.shapes.split(",")
+  for shape in args.shapes:
+    if shape not in shapes.BY_NAME:
+      parser.error(
+        f"--shapes has {shape!r}, which is not among {[*shapes.BY_NAME]}."
+      )
   pythons = {"tunix": args.tunix_python, "torch": args.torch_python}
   if args.parts is None:
     args.parts = [part for part in _PARTS if pythons.get(part, "") is not None]
@@ -83,7 +97,11 @@ def _parse() -> argparse.Namespace:
   return args
 
 
-def _bound(console: rich.console.Console, values: dict[str, float]) -> None:
+def _bound(
+  names: Sequence[str],
+  console: rich.console.Console,
+  values: dict[str, float],
+) -> None:
   """A decode step over what it cannot take less than."""
   table = rich.table.Table(
     "model",
@@ -95,7 +113,9 @@ def _bound(console: rich.console.Console, values: dict[str, float]) -> None:
     "times its bound",
     title=f"A decode step of {against.SLOTS} slots",
   )
-  for name in ("1.1M", "29M"):
+  for name in names:
+    if name not in _BOUND_SHAPES:
+      continue
     for reading in decode_bound.measure(
       shapes.BY_NAME[name],
       contexts=_BOUND_CONTEXTS,

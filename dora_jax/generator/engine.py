@@ -153,6 +153,8 @@ class Engine:
       platform=platform,
     )
     self._unstacks = platform == "cpu"
+    # Outputs that are split over devices would have to change places.
+    self._joins = self._unstacks and mesh.size == 1
     self._max_length = max_length
     self._bucket_pages = max(_BUCKET_TOKENS // page_size, 1)
     num_buckets = pages.num_pages_for(
@@ -195,6 +197,8 @@ class Engine:
           f"{mesh_devices}: reshard it there first."
         )
     params = self.arrange(params)
+    if self._joins:
+      params = layer_list.join(params)
     stamp = jax.device_put(np.int32(version), self._everywhere)
     return verbs.Served(version=stamp, params=params)
 

@@ -37,6 +37,22 @@ def product(
   return _product(spec, values, weight)
 
 
+def products(
+  values: Float[jax.Array, "..."], *terms: tuple[str, Any]
+) -> tuple[Float[jax.Array, "..."], ...]:
+  """The same activations times several weights.
+
+  Args:
+    values: activations.
+    *terms: (spec, weight) of each `product`. Those of a generator on a CPU may
+      be joined: the first weight is a turned.Joined then.
+  """
+  _, first = terms[0]
+  if isinstance(first, turned.Joined):
+    return turned.joined_products(values, first)
+  return tuple(product(spec, values, weight) for spec, weight in terms)
+
+
 def _multiply(spec, values, weight):
   return _dot(spec, values, weight.astype(values.dtype))
 

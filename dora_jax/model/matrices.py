@@ -13,3 +13,6 @@ NUM_SUMMED: Mapping[str, int] = {
   "up": 1,
   "down": 1,
 }
+
+# Those that multiply the same activations, and sum over one axis.
+ALIKE = (("query", "key", "value"), ("gate", "up"))

@@ -146,10 +146,11 @@ class Block(nnx.Module):
       )
     with jax.named_scope("mlp"):
       normed_BTD = norm.rms_norm(hidden_BTD, self.mlp_norm[...], eps)
-      gate_BTF = linear.product(
-        "BTD,DF->BTF", normed_BTD, self.gate.get_value()
+      gate_BTF, up_BTF = linear.products(
+        normed_BTD,
+        ("BTD,DF->BTF", self.gate.get_value()),
+        ("BTD,DF->BTF", self.up.get_value()),
       )
-      up_BTF = linear.product("BTD,DF->BTF", normed_BTD, self.up.get_value())
       gated_BTF = jax.nn.silu(gate_BTF) * up_BTF
       hidden_BTD += linear.product(
         "BTF,FD->BTD", gated_BTF, self.down.get_value()
@@ -163,12 +164,11 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of a layer, rotated to their positions."""
     config = self.config
-    query_BTKGH = linear.product(
-      "BTD,DKGH->BTKGH", normed_BTD, self.query.get_value()
-    )
-    key_BTKH = linear.product("BTD,DKH->BTKH", normed_BTD, self.key.get_value())
-    value_BTKH = linear.product(
-      "BTD,DKH->BTKH", normed_BTD, self.value.get_value()
+    query_BTKGH, key_BTKH, value_BTKH = linear.products(
+      normed_BTD,
+      ("BTD,DKGH->BTKGH", self.query.get_value()),
+      ("BTD,DKH->BTKH", self.key.get_value()),
+      ("BTD,DKH->BTKH", self.value.get_value()),
     )
     if config.qkv_bias:
       query_BTKGH = linear.add_bias(query_BTKGH, self.query_bias[...])

@@ -7,6 +7,8 @@ it lies, if the axes that are summed over come last: half of the time for 16 or
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,6 +50,53 @@ def turn(weight: Array, num_summed: int) -> Turned:
     spec = PartitionSpec(*(names[axis] for axis in order))
     values = jax.device_put(values, NamedSharding(sharding.mesh, spec))
   return Turned(values=values)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined:
+  """Several turned matrices, for one product of the same activations.
+
+  It stands where the first of them was, `Within` where the others were.
+
+  Attributes:
+    values: the outputs of all, one after the other, then the axis that a
+      product sums over.
+    shapes: of the outputs of each.
+  """
+
+  values: Any
+  shapes: tuple[tuple[int, ...], ...] = dataclasses.field(
+    metadata={"static": True}
+  )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Within:
+  """Where a matrix was that is joined with the one before."""
+
+
+def join(weights: Sequence[Turned]) -> Joined:
+  """A copy of turned matrices that sum over the same, single axis."""
+  flat = [each.values.reshape(-1, each.values.shape[-1]) for each in weights]
+  return Joined(
+    values=jnp.concatenate(flat),
+    shapes=tuple(each.values.shape[:-1] for each in weights),
+  )
+
+
+def joined_products(
+  rows: Float[jax.Array, "..."], weight: Joined
+) -> tuple[Float[jax.Array, "..."], ...]:
+  """`product` with each of the matrices that were joined."""
+  sizes = [math.prod(shape) for shape in weight.shapes]
+  ends = [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
+  parts = jnp.split(product(rows, weight.values), ends, axis=-1)
+  return tuple(
+    part.reshape(*rows.shape[:-1], *shape)
+    for part, shape in zip(parts, weight.shapes, strict=True)
+  )
 
 
 def product(

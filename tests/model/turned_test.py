@@ -65,3 +65,19 @@ def test_a_split_matrix_stays_split_by_the_same_axis():
   assert values.shape == (2, 3, 4, 24)
   assert values.sharding.spec[0] == "tensor"
   assert values.addressable_shards[0].data.shape == (1, 3, 4, 24)
+
+
+def test_joined_matrices_give_the_products_of_each_bit_by_bit():
+  rows = _draw(2, 3, 24, seed=0)
+  weights = [_draw(24, *shape, seed=1) for shape in ((2, 3, 4), (2, 4), (5,))]
+  each = [turned.turn(weight, 1) for weight in weights]
+  joined = turned.join(each)
+  found = turned.joined_products(rows, joined)
+  assert [out.shape for out in found] == [
+    (2, 3, 2, 3, 4),
+    (2, 3, 2, 4),
+    (2, 3, 5),
+  ]
+  for out, weight in zip(found, each, strict=True):
+    alone = turned.product(rows, weight.values)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(alone))
