@@ -302,7 +302,8 @@ def forward(
   """Runs the layers.
 
   Args:
-    params: as `init_params` or `layer_list.unstack` makes them.
+    params: as `init_params`, `layer_list.unstack` or `layer_list.join` makes
+      them.
     config: what they were made for.
     tokens_BT: token ids.
     positions: of each token in its own sequence, [B, T], for the rotary ones;
